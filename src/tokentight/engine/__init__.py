@@ -1,0 +1,1 @@
+"""Requests, scheduling, KV blocks, the auditor and the step loop."""

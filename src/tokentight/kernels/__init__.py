@@ -1,0 +1,1 @@
+"""The arithmetic: `reference` (plain torch) and `native` (C, compiled on first use)."""

@@ -1,0 +1,1 @@
+"""Architectures, configuration and weight loading."""
