@@ -10,11 +10,8 @@ block table, `S` rows that sample a token, `P` prompt tokens whose logprob is wa
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,9 +23,8 @@ F32 = NDArray[np.float32]
 NO_LOGPROBS = -1
 """`num_logprobs` of a row that wants none; 0 asks for the chosen token's alone."""
 
-
-class PlanError(ValueError):
-    """A plan or result that is malformed or whose digest does not match its bytes."""
+NO_TOKEN = -1
+"""Sampled token id of a row whose logits were not finite: nothing may be sampled from it."""
 
 
 @dataclass(frozen=True, slots=True)
