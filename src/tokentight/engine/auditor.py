@@ -162,7 +162,10 @@ def _wrong_sampling(
     ):
         return "its sampling parameters are not those that were asked for"
     bias = slice(sampling.bias_starts[index], sampling.bias_starts[index + 1])
-    if sampling.bias_token_ids[bias].tolist() != list(params.logit_bias):
+    wanted_bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
+    if sampling.bias_token_ids[bias].tolist() != list(params.logit_bias) or not np.array_equal(
+        sampling.bias_values[bias], wanted_bias
+    ):
         return "its logit bias is not the one that was asked for"
     history = _ragged(sampling.history_token_ids, sampling.history_starts, index)
     wanted = request.ledger.tokens if params.has_penalties else request.ledger.tokens[:0]

@@ -1,0 +1,72 @@
+"""What a stage needs to know to start, and how it is loaded from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from tokentight.kernels.select import load_kernels
+from tokentight.models.checkpoint import open_checkpoint
+from tokentight.models.decoder import DecoderStage
+from tokentight.models.partition import LayerRange
+from tokentight.pipeline.stage import Stage
+
+Progress = Callable[[int, int], None]
+
+
+class StageSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: which layers of which model, with what memory and threads.
+
+    `cpus` is where the stage's process may run; None leaves it to the operating system.
+    """
+
+    model_path: str
+    dtype: Literal["auto", "float32", "bfloat16"]
+    stage_index: int
+    num_stages: int
+    first_layer: int
+    last_layer: int
+    has_embedding: bool
+    has_head: bool
+    kernels: Literal["auto", "native", "reference"]
+    device: str
+    num_threads: int
+    cpus: tuple[int, ...] | None
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(
+            self.first_layer, self.last_layer, self.has_embedding, self.has_head
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """A stage that is ready, and what is known of its kernels."""
+
+    stage: Stage
+    kernels_name: str
+    promise_holds: bool
+
+
+def load_stage(spec: StageSpec, progress: Progress | None = None) -> LoadedStage:
+    """Load weights, allocate KV and check the kernels on this machine."""
+    checkpoint = open_checkpoint(Path(spec.model_path), spec.dtype)
+    kernels = load_kernels(spec.kernels, spec.num_threads, spec.device)
+    # Native kernels have threads of their own; torch's would only compete with them.
+    torch.set_num_threads(1 if kernels.name == "native" else spec.num_threads)
+    decoder = DecoderStage.load(checkpoint, spec.layers, kernels, spec.max_model_len, progress)
+    decoder.allocate_kv(spec.num_blocks, spec.block_size)
+    return LoadedStage(
+        stage=Stage(decoder, kernels, spec.block_size),
+        kernels_name=kernels.name,
+        promise_holds=True,
+    )
