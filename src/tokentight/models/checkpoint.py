@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from tokentight.models.config import ModelConfig
+from tokentight.models.errors import CheckpointError
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 
 # Buffers some exporters write beside the weights; they are computed anew here.
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is incomplete, damaged or of a kind that is not read."""
 
 
 class Checkpoint(Protocol):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokentight.kernels.interface import HeadShape
-from tokentight.models.rope import RopeConfig, UnsupportedModelError
+from tokentight.models.errors import UnsupportedModelError
+from tokentight.models.rope import RopeConfig
 
 if TYPE_CHECKING:
     from tokentight.models.partition import LayerRange

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tokentight.models.checkpoint import (
-    CheckpointError,
     WeightDtype,
     check_shapes,
     resolve_dtype,
     to_memory_dtype,
 )
 from tokentight.models.config import ModelConfig
+from tokentight.models.errors import CheckpointError
 from tokentight.models.gguf_config import gguf_architecture, with_frequency_factors
 from tokentight.models.gguf_file import GgufFile
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokentight.models.config import ModelConfig
+from tokentight.models.errors import UnsupportedModelError
 from tokentight.models.hf_config import model_config_from_hf
-from tokentight.models.rope import UnsupportedModelError
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokentight.models.checkpoint import CheckpointError
+from tokentight.models.errors import CheckpointError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -9,7 +9,8 @@ import torch
 
 from tokentight.kernels.interface import HeadShape
 from tokentight.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
-from tokentight.models.rope import RopeConfig, UnsupportedModelError
+from tokentight.models.errors import UnsupportedModelError
+from tokentight.models.rope import RopeConfig
 
 _MISTRAL_DEFAULT_WINDOW = 4096
 _QWEN3_DEFAULT_HEAD_DIM = 128

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tokentight.kernels.interface import RopeTable
+from tokentight.models.errors import UnsupportedModelError
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -19,10 +20,6 @@ _DEFAULT_LOW_FREQ_FACTOR = 1.0
 _DEFAULT_HIGH_FREQ_FACTOR = 4.0
 _DEFAULT_BETA_FAST = 32.0
 _DEFAULT_BETA_SLOW = 1.0
-
-
-class UnsupportedModelError(ValueError):
-    """A model that this engine cannot serve as its author meant it, and why."""
 
 
 @dataclass(frozen=True, slots=True)

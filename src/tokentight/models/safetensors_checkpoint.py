@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from tokentight.models.checkpoint import (
-    CheckpointError,
     WeightDtype,
     check_shapes,
     resolve_dtype,
     to_memory_dtype,
 )
 from tokentight.models.config import ModelConfig
+from tokentight.models.errors import CheckpointError
+from tokentight.models.json_file import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -63,23 +64,6 @@ class SafetensorsCheckpoint:
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return to_memory_dtype(tensor, self.config)
-
-
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """The JSON object in `path`; an empty one where the file is absent and not required."""
-    if not path.exists():
-        if not required:
-            return {}
-        raise CheckpointError(
-            f"{path} is missing; a Hugging Face directory holds it beside its weights"
-        )
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
-    return value
 
 
 def _shards(directory: Path) -> list[Path]:
