@@ -1,0 +1,182 @@
+/* Weights [N, K] lie in panels of 16 outputs, [N / 16][K][16], the last one padded with zeros. */
+#include "pool.h"
+#include "tile.h"
+
+#define PANEL 16
+#define ROW_BLOCK 192 /* rows that share one pass over a panel */
+#define K_BLOCK 512   /* a panel's slice of this depth stays in the first-level cache */
+#define AHEAD 1024    /* bytes of prefetch while weights come from memory */
+
+typedef struct {
+  const void *source;
+  void *packed;
+  int64_t n, k;
+  int bf16;
+} pack_args;
+
+static void pack_panel(void *context, int64_t panel) {
+  const pack_args *a = context;
+  size_t k = (size_t)a->k, base = (size_t)panel * PANEL;
+  for (size_t lane = 0; lane < PANEL; lane++) {
+    size_t row = base + lane;
+    int inside = (int64_t)row < a->n;
+    if (a->bf16) {
+      uint16_t *to = (uint16_t *)a->packed + base * k + lane;
+      const uint16_t *from = (const uint16_t *)a->source + row * k;
+      for (size_t i = 0; i < k; i++) to[i * PANEL] = inside ? from[i] : 0;
+    } else {
+      float *to = (float *)a->packed + base * k + lane;
+      const float *from = (const float *)a->source + row * k;
+      for (size_t i = 0; i < k; i++) to[i * PANEL] = inside ? from[i] : 0.0f;
+    }
+  }
+}
+
+void tt_pack(tt_pool *pool, const void *source, void *packed, int64_t n, int64_t k, int bf16) {
+  pack_args a = {source, packed, n, k, bf16};
+  tt_pool_run(pool, pack_panel, &a, (n + PANEL - 1) / PANEL);
+}
+
+typedef struct {
+  const void *packed;
+  const int32_t *tokens;
+  float *out;
+  int64_t k;
+  int bf16;
+} embed_args;
+
+static void embed_row(void *context, int64_t t) {
+  const embed_args *a = context;
+  size_t token = (size_t)a->tokens[t], k = (size_t)a->k;
+  size_t base = token / PANEL * PANEL * k + token % PANEL;
+  float *out = a->out + (size_t)t * k;
+  if (a->bf16) {
+    const uint16_t *from = (const uint16_t *)a->packed + base;
+    for (size_t i = 0; i < k; i++) {
+      uint32_t bits = (uint32_t)from[i * PANEL] << 16;
+      memcpy(out + i, &bits, 4);
+    }
+  } else {
+    const float *from = (const float *)a->packed + base;
+    for (size_t i = 0; i < k; i++) out[i] = from[i * PANEL];
+  }
+}
+
+/* Returns the first token id outside [0, n), having written nothing, or -1. */
+int64_t tt_embed(tt_pool *pool, const void *packed, const int32_t *tokens, float *out, int64_t count,
+                 int64_t n, int64_t k, int bf16) {
+  for (int64_t t = 0; t < count; t++)
+    if (tokens[t] < 0 || tokens[t] >= n) return t;
+  embed_args a = {packed, tokens, out, k, bf16};
+  tt_pool_run(pool, embed_row, &a, count);
+  return -1;
+}
+
+typedef struct {
+  const float *x;
+  const void *packed;
+  const float *bias;
+  float *y;
+  int64_t m, n, k, panels_per_item, panel_items;
+  int bf16;
+} linear_args;
+
+/* One pass of a row tile over `panels` panels; constants so that each case is its own tight loop. */
+#define CASE(R, P)                                                                               \
+  case R * 10 + P:                                                                               \
+    if (bf16)                                                                                    \
+      fma_tile(R, 2 * P, 1, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
+    else                                                                                         \
+      fma_tile(R, 2 * P, 0, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
+    break;
+
+static void narrow(int64_t rows, int64_t panels, int bf16, const float *x, size_t ldx, const void *w,
+                   size_t panel, float *acc, size_t acc_panel, size_t depth) {
+  switch (rows * 10 + panels) {
+    CASE(1, 4) CASE(1, 3) CASE(1, 2) CASE(1, 1) CASE(2, 2) CASE(2, 1) CASE(3, 2) CASE(3, 1)
+    CASE(4, 1) CASE(5, 1) CASE(6, 1)
+  }
+}
+
+#define WIDE(R)                                                                          \
+  case R:                                                                                \
+    fma_tile(R, 2, 0, 0, x, ldx, w, PANEL, 0, acc, PANEL, 0, depth);                     \
+    break;
+
+static void wide(int64_t rows, const float *x, size_t ldx, const float *w, float *acc, size_t depth) {
+  switch (rows) { WIDE(1) WIDE(2) WIDE(3) WIDE(4) WIDE(5) WIDE(6) }
+}
+
+static void linear_item(void *context, int64_t item) {
+  const linear_args *a = context;
+  size_t k = (size_t)a->k, ldy = (size_t)a->n, size = a->bf16 ? 2 : 4;
+  int64_t first_panel = item % a->panel_items * a->panels_per_item;
+  int64_t first_row = item / a->panel_items * ROW_BLOCK;
+  int64_t rows = a->m - first_row < ROW_BLOCK ? a->m - first_row : ROW_BLOCK;
+  int64_t panels = (a->n + PANEL - 1) / PANEL - first_panel;
+  if (panels > a->panels_per_item) panels = a->panels_per_item;
+  const float *x = a->x + (size_t)first_row * k;
+  const char *w = (const char *)a->packed + (size_t)first_panel * PANEL * k * size;
+
+  float acc[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+  float slice[K_BLOCK * PANEL] __attribute__((aligned(64)));
+  size_t acc_panel = (size_t)rows * PANEL;
+  for (size_t i = 0; i < acc_panel * (size_t)panels; i++) acc[i] = 0.0f;
+  for (size_t k0 = 0; k0 < k; k0 += K_BLOCK) {
+    size_t depth = k - k0 < K_BLOCK ? k - k0 : K_BLOCK;
+    const char *wk = w + k0 * PANEL * size;
+    if (rows <= 6) {
+      narrow(rows, panels, a->bf16, x + k0, k, wk, PANEL * k, acc, acc_panel, depth);
+      continue;
+    }
+    const float *ws = (const float *)wk;
+    int64_t row = 0;
+    if (a->bf16) { /* widen the slice once for all rows */
+      for (size_t i = 0; i < depth * PANEL; i += 8) {
+        __builtin_prefetch(wk + 2 * i + AHEAD, 0, 3);
+        vstore(slice + i, vload_bf16((const uint16_t *)wk + i));
+      }
+      ws = slice;
+    } else { /* the first tile brings the slice into the cache */
+      row = tt_tile_rows(rows);
+      narrow(row, 1, 0, x + k0, k, wk, PANEL * k, acc, acc_panel, depth);
+    }
+    while (row < rows) {
+      int64_t count = tt_tile_rows(rows - row);
+      wide(count, x + (size_t)row * k + k0, k, ws, acc + row * PANEL, depth);
+      row += count;
+    }
+  }
+  for (int64_t p = 0; p < panels; p++) {
+    size_t column = (size_t)(first_panel + p) * PANEL;
+    size_t width = ldy - column < PANEL ? ldy - column : PANEL;
+    size_t left = width < 8 ? width : 8;
+    vf b0 = vzero(), b1 = vzero();
+    if (a->bias) {
+      b0 = vload_part(a->bias + column, left, 0.0f);
+      if (width > 8) b1 = vload_part(a->bias + column + 8, width - 8, 0.0f);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+      const float *from = acc + (size_t)p * acc_panel + (size_t)row * PANEL;
+      float *to = a->y + (size_t)(first_row + row) * ldy + column;
+      vf v0 = vload(from), v1 = vload(from + 8);
+      if (a->bias) {
+        v0 = vadd(v0, b0);
+        v1 = vadd(v1, b1);
+      }
+      vstore_part(to, v0, left);
+      if (width > 8) vstore_part(to + 8, v1, width - 8);
+    }
+  }
+}
+
+/* y[M, N] = x[M, K] @ weight.T (+ bias): per output one chain of fused multiply-adds over k from 0,
+ * then the bias. Blocking over k stores and reloads the running sum, which changes no bit. */
+void tt_linear(tt_pool *pool, const float *x, const void *packed, const float *bias, float *y,
+               int64_t m, int64_t n, int64_t k, int bf16) {
+  int64_t panels = (n + PANEL - 1) / PANEL;
+  int64_t per_item = m == 1 ? 4 : m <= 3 ? 2 : 1;
+  int64_t panel_items = (panels + per_item - 1) / per_item;
+  linear_args a = {x, packed, bias, y, m, n, k, per_item, panel_items, bf16};
+  tt_pool_run(pool, linear_item, &a, panel_items * ((m + ROW_BLOCK - 1) / ROW_BLOCK));
+}
