@@ -104,7 +104,7 @@ def _attend(
     window: int | None,
 ) -> Tensor:
     """One batch: `q` `[B, Hkv, G * QUERY_TILE, D]`, `positions` `[B, QUERY_TILE]`, `rows` `[B]`."""
-    batch, _, per_tile, _ = q.shape
+    batch, kv_heads, per_tile = q.shape[:3]
     device = q.device
     known = rows >= 0
     tables = step.block_tables[rows.clamp(min=0)].long()
