@@ -34,51 +34,55 @@ class RequestStream:
     """The outputs of one request, in order, as an asynchronous iterator.
 
     Outputs not yet taken are merged into one, so a slow reader holds one output, no longer than
-    the request itself. Lives on the event loop.
+    the request itself. Lives on the event loop. `on_end` is called once: when the last output has
+    been taken, or with the request aborted (True).
     """
 
-    def __init__(self, request_id: str, abort: Callable[[RequestStream], None]) -> None:
+    def __init__(self, request_id: str, on_end: Callable[[RequestStream, bool], None]) -> None:
         self.request_id = request_id
-        self._abort = abort
+        self._on_end = on_end
         self._pending: RequestOutput | None = None
         self._error: EngineDeadError | None = None
         self._arrived = asyncio.Event()
-        self._done = False
+        self._ended = False
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._done:
-            raise StopAsyncIteration
-        await self._arrived.wait()
-        self._arrived.clear()
-        output, self._pending = self._pending, None
-        if output is None:
-            self._done = True
+        while not self._ended:
+            output, self._pending = self._pending, None
+            if output is not None:
+                if output.finished:
+                    self._end(aborted=False)
+                return output
             if self._error is not None:
+                self._end(aborted=False)
                 raise self._error
-            raise StopAsyncIteration
-        if output.finished:
-            self._done = True
-        return output
+            self._arrived.clear()
+            await self._arrived.wait()
+        raise StopAsyncIteration
 
     def abort(self) -> None:
         """End the request and free what it holds. Harmless after the end."""
-        if not self._done:
-            self._done = True
-            self._arrived.set()
-        self._abort(self)
+        if not self._ended:
+            self._end(aborted=True)
 
     def put(self, output: RequestOutput) -> None:
         """Called by the engine, on the event loop."""
-        self._pending = merge(self._pending, output) if self._pending else output
-        self._arrived.set()
+        if not self._ended:
+            self._pending = merge(self._pending, output) if self._pending else output
+            self._arrived.set()
 
     def fail(self, error: EngineDeadError) -> None:
         """Called by the engine, on the event loop: there will be no more outputs."""
         self._error = error
         self._arrived.set()
+
+    def _end(self, *, aborted: bool) -> None:
+        self._ended = True
+        self._arrived.set()
+        self._on_end(self, aborted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +171,11 @@ class AsyncEngine:
         # Counted until its last output is taken: unread answers are bounded too.
         if len(self._open) >= self._config.max_num_seqs + self._config.max_queued_requests:
             raise QueueFullError(RETRY_AFTER_S)
-        stream = RequestStream(request.request_id, self._abort)
+        stream = RequestStream(request.request_id, self._stream_ended)
         self._open.add(stream)
         self._idle.clear()
         self._send(_Add(request, max_num_tokens, stream))
         return stream
-
-    def close_stream(self, stream: RequestStream) -> None:
-        """The caller has taken everything it wanted of a stream."""
-        self._open.discard(stream)
-        if not self._open:
-            self._idle.set()
 
     async def drain(self) -> None:
         """Take nothing new; returns when every open request has ended."""
@@ -197,9 +195,11 @@ class AsyncEngine:
         assert self._parts is not None, "the engine has not been started"
         return self._parts
 
-    def _abort(self, stream: RequestStream) -> None:
-        if stream in self._open:
-            self.close_stream(stream)
+    def _stream_ended(self, stream: RequestStream, aborted: bool) -> None:
+        self._open.discard(stream)
+        if not self._open:
+            self._idle.set()
+        if aborted and self._status is not EngineStatus.DEAD:
             self._send(_Abort(stream))
 
     def _send(self, command: _Add | _Abort | _Stop) -> None:
@@ -291,10 +291,8 @@ class AsyncEngine:
 
     def _die(self, reason: str) -> None:
         self._set_status(EngineStatus.DEAD, reason)
-        for stream in list(self._open):
+        for stream in self._open:
             stream.fail(EngineDeadError(reason))
-        self._open.clear()
-        self._idle.set()
 
 
 def _put_all(deliveries: list[tuple[RequestStream, RequestOutput]]) -> None:

@@ -51,7 +51,7 @@ def audit(
             or _wrong_sampling(plan, sampled.get(row), request, int(plan.context_lens[row]))
         )
         if what is None:
-            num_scored, what = _wrong_scoring(plan, row, entry, num_scored)
+            num_scored, what = _wrong_scoring(plan, entry, num_scored)
         if what is not None:
             violations.append(Violation(request.number, what))
     if not violations and num_scored != len(plan.scored_targets):
@@ -175,7 +175,7 @@ def _wrong_sampling(
 
 
 def _wrong_scoring(
-    plan: StepPlan, row: int, entry: ScheduledRequest, num_scored: int
+    plan: StepPlan, entry: ScheduledRequest, num_scored: int
 ) -> tuple[int, str | None]:
     """The scored tokens of all rows stand one after another; `num_scored` came before."""
     request = entry.request

@@ -28,7 +28,7 @@ from tokentight.pipeline.interface import (
     StageLost,
     Wakeup,
 )
-from tokentight.pipeline.plan import NO_TOKEN, Logprobs, StepPlan, StepResult
+from tokentight.pipeline.plan import I32, NO_TOKEN, Logprobs, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -195,12 +195,14 @@ class EngineCore:
         for entry in scheduled:
             entry.request.advance(entry.num_scheduled_tokens)
             self._scheduler.computed(entry.request)
-        self._record_prompt_logprobs(plan, scheduled, result.scored)
-        updates = []
+        updates = [
+            self._fail(request, "the model's logits at a prompt token are not finite")
+            for request in self._record_prompt_logprobs(plan, scheduled, result.scored)
+        ]
         sampled_rows = _rows_of(plan, plan.sampling.token_indices)
         for index, row in enumerate(sampled_rows):
             request = scheduled[row].request
-            if not request.abort_requested:
+            if request.state is RequestState.RUNNING and not request.abort_requested:
                 updates.append(self._append(request, result, index))
         for entry in scheduled:
             request = entry.request
@@ -219,7 +221,11 @@ class EngineCore:
     def _append(self, request: Request, result: StepResult, index: int) -> Update:
         token_id = int(result.sampled_token_ids[index])
         if token_id == NO_TOKEN:
-            return self._fail(request, "the model's logits were not finite")
+            return self._fail(
+                request,
+                "no token can be sampled: the model's logits are not finite, or logit_bias bans "
+                "every token",
+            )
         if request.ledger.num_output_tokens == 0:
             self._num_prompt_tokens += request.ledger.num_prompt_tokens
         self._num_generation_tokens += 1
@@ -237,18 +243,24 @@ class EngineCore:
 
     def _record_prompt_logprobs(
         self, plan: StepPlan, scheduled: Sequence[ScheduledRequest], scored: Logprobs
-    ) -> None:
+    ) -> list[Request]:
+        """Returns the requests of which a prompt token has no finite logprob."""
         rows = _rows_of(plan, plan.scored_token_indices)
+        failed: dict[int, Request] = {}
         for index, (row, token_index) in enumerate(
             zip(rows, plan.scored_token_indices, strict=True)
         ):
             request = scheduled[row].request
+            if np.isnan(scored.logprob[index]):
+                failed[request.number] = request
+                continue
             prompt_index = int(plan.positions[token_index]) + 1
             token_id = int(plan.scored_targets[index])
             num_logprobs = int(plan.scored_num_logprobs[index])
             request.record_prompt_logprob(
                 prompt_index, _token_logprobs(scored, index, token_id, num_logprobs)
             )
+        return list(failed.values())
 
     def _fail(self, request: Request, error: str) -> Update:
         output = self._streams[request.number].end(Ending(FinishReason.ERROR), error)
@@ -297,7 +309,7 @@ class EngineCore:
         self._num_restarts += 1
 
 
-def _rows_of(plan: StepPlan, token_indices: np.ndarray) -> list[int]:  # type: ignore[type-arg]
+def _rows_of(plan: StepPlan, token_indices: I32) -> list[int]:
     """The rows that tokens of the plan belong to."""
     rows: list[int] = (np.searchsorted(plan.query_starts, token_indices, side="right") - 1).tolist()
     return rows

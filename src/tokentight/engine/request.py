@@ -141,7 +141,7 @@ class Request:
     def advance(self, num_scheduled_tokens: int) -> None:
         """The KV now holds `num_scheduled_tokens` more of this request's tokens."""
         computed = self._num_computed_tokens + num_scheduled_tokens
-        assert 0 < num_scheduled_tokens
+        assert num_scheduled_tokens > 0
         assert computed <= self.ledger.num_tokens
         self._num_computed_tokens = computed
 

@@ -99,7 +99,8 @@ def _decode(kind: type[Message], encoded: bytes) -> Message:
 
 
 def _collect(node: object, scalars: list[int | bytes], arrays: list[NDArray[Any]]) -> None:
-    for name, hint in _fields_of(type(node)):
+    kind: Any = type(node)
+    for name, hint in _fields_of(kind):
         value = getattr(node, name)
         if hint in _DTYPES:
             if value.dtype != _DTYPES[hint]:
@@ -130,7 +131,7 @@ class _ArrayReader:
             raise ValueError(f"{len(self._body) - self._offset} bytes left over")
 
 
-def _restore(kind: type[Any], scalars: list[int | bytes], reader: _ArrayReader) -> Any:
+def _restore(kind: Any, scalars: list[int | bytes], reader: _ArrayReader) -> Any:
     values: dict[str, Any] = {}
     for name, hint in _fields_of(kind):
         if hint in _DTYPES:
@@ -146,6 +147,6 @@ def _restore(kind: type[Any], scalars: list[int | bytes], reader: _ArrayReader) 
 
 
 @cache
-def _fields_of(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+def _fields_of(kind: Any) -> tuple[tuple[str, Any], ...]:
     hints = get_type_hints(kind, vars(plan_module))
     return tuple((field.name, hints[field.name]) for field in fields(kind))

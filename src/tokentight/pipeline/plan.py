@@ -24,7 +24,8 @@ NO_LOGPROBS = -1
 """`num_logprobs` of a row that wants none; 0 asks for the chosen token's alone."""
 
 NO_TOKEN = -1
-"""Sampled token id of a row whose logits were not finite: nothing may be sampled from it."""
+"""Sampled token id of a row that no token can be sampled from (its logits are not finite, or all
+are banned). The logprob of a prompt token whose logits are not finite is NaN."""
 
 
 @dataclass(frozen=True, slots=True)

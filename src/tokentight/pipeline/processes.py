@@ -144,8 +144,8 @@ class ProcessPipeline:
                 if self._progress is not None:
                     self._progress(index, done, total)
             case _Exited(index, pid, code) if self._processes[index].pid == pid:
-                reason = self._failures.pop(pid, None) or _exit_reason(code)
-                return StageLost(index, f"stage {index + 1} of {self.num_stages}: {reason}")
+                why = self._failures.pop(pid, "") or _exit_reason(code)
+                return StageLost(index, f"stage {index + 1} of {self.num_stages}: {why}")
         return None
 
     def _start_missing(self) -> None:

@@ -43,9 +43,7 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> LayerRange:
-        return LayerRange(
-            self.first_layer, self.last_layer, self.has_embedding, self.has_head
-        )
+        return LayerRange(self.first_layer, self.last_layer, self.has_embedding, self.has_head)
 
 
 @dataclass(frozen=True, slots=True)

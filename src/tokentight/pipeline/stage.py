@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokentight.kernels.interface import Kernels, StepInputs
 from tokentight.models.decoder import DecoderStage
-from tokentight.pipeline.plan import I32, NO_TOKEN, Logprobs, StepPlan, StepResult
-from tokentight.sampling.sampler import sample, score, slice_sampling
+from tokentight.pipeline.plan import I32, Logprobs, StepPlan, StepResult
+from tokentight.sampling.logprobs import score
+from tokentight.sampling.rows import slice_sampling
+from tokentight.sampling.sampler import sample_valid_rows
+
+logger = logging.getLogger(__name__)
 
 HEAD_ROWS = 128
 """Rows of logits held at once; bounds the memory of long prompts with prompt logprobs."""
@@ -67,14 +74,12 @@ class Stage:
         for rows in _slices(len(indices)):
             logits = self._logits(hidden, indices[rows])
             positions = plan.positions[indices[rows]] + np.int32(1)
-            finite = _finite_rows(logits)
-            chosen, logprobs = sample(
-                _zero_rows(logits, ~finite),
-                positions,
-                slice_sampling(plan.sampling, rows),
-                self._kernels,
+            chosen, logprobs, faults = sample_valid_rows(
+                logits, positions, slice_sampling(plan.sampling, rows), self._kernels
             )
-            token_ids.append(np.where(finite, chosen, np.int32(NO_TOKEN)))
+            for row, fault in faults.items():
+                logger.error("step %d: no token for row %d: %s", plan.step, row, fault)
+            token_ids.append(chosen)
             parts.append(logprobs)
         return np.concatenate(token_ids), _join(parts)
 
@@ -82,14 +87,13 @@ class Stage:
         parts: list[Logprobs] = []
         for rows in _slices(len(plan.scored_token_indices)):
             logits = self._logits(hidden, plan.scored_token_indices[rows])
-            parts.append(
-                score(
-                    logits,
-                    plan.scored_targets[rows],
-                    plan.scored_num_logprobs[rows],
-                    self._kernels,
-                )
+            finite = _finite_rows(logits)
+            logits[~finite] = 0.0
+            scored = score(
+                logits, plan.scored_targets[rows], plan.scored_num_logprobs[rows], self._kernels
             )
+            scored.logprob[~finite.cpu().numpy()] = np.nan
+            parts.append(scored)
         return _join(parts)
 
     def _logits(self, hidden: Tensor, token_indices: I32) -> Tensor:
@@ -102,16 +106,9 @@ def _slices(count: int) -> Iterator[slice]:
         yield slice(start, min(start + HEAD_ROWS, count))
 
 
-def _finite_rows(logits: Tensor) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _finite_rows(logits: Tensor) -> Tensor:
     """Which rows hold neither NaN nor infinity: bool `[L]`. (A maximum or minimum keeps NaN.)"""
-    finite = torch.isfinite(logits.amax(dim=1)) & torch.isfinite(logits.amin(dim=1))
-    return finite.cpu().numpy()
-
-
-def _zero_rows(logits: Tensor, rows: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Tensor:
-    if rows.any():
-        logits[torch.from_numpy(rows).to(logits.device)] = 0.0
-    return logits
+    return torch.isfinite(logits.amax(dim=1)) & torch.isfinite(logits.amin(dim=1))
 
 
 def _join(parts: list[Logprobs]) -> Logprobs:
@@ -129,5 +126,5 @@ def _join(parts: list[Logprobs]) -> Logprobs:
     )
 
 
-def _pad(array: np.ndarray, width: int, value: int) -> np.ndarray:  # type: ignore[type-arg]
+def _pad(array: NDArray[Any], width: int, value: int) -> NDArray[Any]:
     return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=value)

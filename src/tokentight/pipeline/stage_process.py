@@ -36,9 +36,7 @@ class StaleEpochError(ValueError):
     """A plan of an epoch that is over."""
 
 
-def check(
-    plan: StepPlan, digest: bytes, header: transport.HiddenHeader | None, epoch: int
-) -> None:
+def check(plan: StepPlan, digest: bytes, header: transport.HiddenHeader | None, epoch: int) -> None:
     """Refuse what must not be executed.
 
     Raises:

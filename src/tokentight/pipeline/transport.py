@@ -107,8 +107,10 @@ def send_hidden(
     socket: zmq.Socket[bytes], encoded_plan: bytes, step: int, epoch: int, hidden: Tensor
 ) -> None:
     """Pass a plan on with the hidden states (float32 `[T, H]`) that belong to it."""
-    header = HiddenHeader(step, epoch, codec.digest_of(encoded_plan), tuple(hidden.shape))
-    payload = hidden.contiguous().cpu().numpy()
+    header = HiddenHeader(
+        step, epoch, codec.digest_of(encoded_plan), (hidden.shape[0], hidden.shape[1])
+    )
+    payload = hidden.contiguous().cpu().numpy().data
     socket.send_multipart([encoded_plan, _encoder.encode(header), payload], copy=False)
 
 
