@@ -11,9 +11,10 @@ import codecs
 import hashlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from tokentight.models.errors import ChatTemplateError
 from tokentight.server.engine_api import (
     EngineDeadError,
     EngineDrainingError,
@@ -35,28 +36,29 @@ ALPHABET = "abc déf 漢字 xyz."
 class ByteTokenizer:
     """One token a byte, and a BOS before a text."""
 
+    is_byte_level = True
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         shown = (i for i in token_ids if not (skip_special_tokens and self.is_special(i)))
-        return b"".join(
-            self.token_text(i).encode() if self.is_special(i) else bytes([i]) for i in shown
-        ).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(i) for i in shown).decode("utf-8", "replace")
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         if any(one["role"] == two["role"] for one, two in itertools.pairwise(messages)):
-            raise ValueError("roles must alternate")
+            raise ChatTemplateError("roles must alternate")
         text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
-        return self.encode(text + "<assistant>" * add_generation_prompt)
-
-    def token_text(self, token_id: int) -> str:
-        return {EOS: "<eos>", BOS: "<bos>"}.get(token_id) or chr(token_id)
+        return text + str(variables or "") + "<assistant>" * add_generation_prompt
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.token_text(token_id).encode() if token_id > 255 else bytes([token_id])
+        return {EOS: b"<eos>", BOS: b"<bos>"}.get(token_id) or bytes([token_id])
 
     def is_special(self, token_id: int) -> bool:
         return token_id > 255
@@ -134,7 +136,7 @@ class FakeEngine:
         fails_with: str | None = None,
     ) -> None:
         self.tokenizer = ByteTokenizer()
-        self.info = EngineInfo("fake-model", max_model_len, VOCAB_SIZE, 1, "fake", True)
+        self.info = EngineInfo("fake-model", max_model_len, VOCAB_SIZE, 1, "fake", True, 64, 16)
         self.status = EngineStatus.READY
         self.status_detail = ""
         self.gate: threading.Event | None = None

@@ -37,9 +37,7 @@ def chat_router(service: Service) -> APIRouter:
         check_best_of(body)
         check_stream_options(body)
         max_tokens, param = _max_tokens(body)
-        prompt = await chat_prompt(
-            service.engine.tokenizer, body.messages, body.add_generation_prompt is not False
-        )
+        prompt = await chat_prompt(service.engine.tokenizer, body)
         check_length("messages", prompt, max_tokens, service.engine.info, param)
         chat = _ChatCompletion(service, body, model, prompt, max_tokens)
         if body.stream:

@@ -29,7 +29,10 @@ class CompletionChoice:
             None
             if body.logprobs is None
             else CompletionLogprobs(
-                tokenizer, body.logprobs, skip_special_tokens=self._skip_special
+                tokenizer,
+                body.logprobs,
+                skip_special_tokens=self._skip_special,
+                echo=bool(body.echo),
             )
         )
         self._is_first = True

@@ -70,6 +70,8 @@ class Generation:
                         self._timers[index].finished(output.finish_reason)
                     self._raise_error_of(output)
                     yield index, output
+        except ENGINE_ERRORS as error:
+            raise engine_error(error) from error
         finally:
             self.abort()
 

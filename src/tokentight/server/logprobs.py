@@ -11,8 +11,6 @@ from tokentight.server.engine_api import ServingTokenizer, TokenLogprobs
 
 def token_name(tokenizer: ServingTokenizer, token_id: int) -> str:
     r"""A token as text; one that is not whole characters as OpenAI writes it: `bytes:\xe2\x82`."""
-    if tokenizer.is_special(token_id):
-        return tokenizer.token_text(token_id)
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode("utf-8")
@@ -28,17 +26,20 @@ class CompletionLogprobs:
     """
 
     def __init__(
-        self, tokenizer: ServingTokenizer, num_top: int, *, skip_special_tokens: bool
+        self, tokenizer: ServingTokenizer, num_top: int, *, skip_special_tokens: bool, echo: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._skip_special = skip_special_tokens
+        # The first token of a sentencepiece text begins with a space that the text has not.
+        self._drops_space = echo and not tokenizer.is_byte_level
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def start_output_at(self, offset: int) -> None:
         """The output's text begins `offset` characters into the choice's: behind its echo."""
         self._decoder.reset()
+        self._drops_space = False
         self._offset = offset
 
     def add(
@@ -58,9 +59,13 @@ class CompletionLogprobs:
         }
 
     def _shown_bytes(self, token_id: int) -> bytes:
-        if not self._tokenizer.is_special(token_id):
-            return self._tokenizer.token_bytes(token_id)
-        return b"" if self._skip_special else self._tokenizer.token_text(token_id).encode()
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return b""
+        raw = self._tokenizer.token_bytes(token_id)
+        if self._drops_space:
+            self._drops_space = False
+            return raw.removeprefix(b" ")
+        return raw
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The most likely by name, and the token itself. Of two with one name, the likelier."""

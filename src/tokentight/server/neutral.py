@@ -38,7 +38,6 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
     **COMMON,
     "audio": (None,),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "documents": (None, []),
     "echo": (None, False),

@@ -10,7 +10,7 @@ from typing import Any
 from tokentight.sampling.params import MAX_LOGIT_BIAS, SamplingParams, SamplingParamsError
 from tokentight.server.engine_api import EngineInfo, ServingTokenizer
 from tokentight.server.errors import bad_request, engine_error, shown
-from tokentight.server.protocol import ChatMessage, GenerationBody
+from tokentight.server.protocol import ChatCompletionRequest, GenerationBody, TokenizeRequest
 
 INLINE_CHARS = 4096
 """Longer texts are tokenised in a thread, so that the other requests' tokens keep flowing."""
@@ -51,25 +51,23 @@ async def text_or_ids(
 
 
 async def chat_prompt(
-    tokenizer: ServingTokenizer, messages: Sequence[ChatMessage], add_generation_prompt: bool
+    tokenizer: ServingTokenizer, body: ChatCompletionRequest | TokenizeRequest
 ) -> Prompt:
     """The messages as the model's chat template writes them.
 
     Raises:
         ApiError: 400 when there is no template, or it refuses the messages.
     """
-    given: list[dict[str, Any]] = [message.as_template_input() for message in messages]
-    size = sum(len(message["content"]) for message in given)
     try:
-        if size <= INLINE_CHARS:
-            ids = tokenizer.apply_chat_template(given, add_generation_prompt)
-        else:
-            ids = await asyncio.to_thread(
-                tokenizer.apply_chat_template, given, add_generation_prompt
-            )
+        text = tokenizer.apply_chat_template(
+            [message.as_template_input() for message in body.messages or ()],
+            body.add_generation_prompt is not False,
+            variables=body.chat_template_kwargs,
+        )
     except ValueError as error:
-        raise bad_request("messages", f"messages do not fit the chat template: {error}") from error
-    return Prompt(tuple(ids), None)
+        raise bad_request("messages", str(error)) from error
+    # The template has written the special tokens itself.
+    return Prompt(tuple(await tokenize(tokenizer, text, add_special_tokens=False)), None)
 
 
 def check_token_ids(param: str, token_ids: Sequence[int], info: EngineInfo) -> None:

@@ -172,10 +172,14 @@ class ChatMessage(Body):
         return message if self.name is None else {**message, "name": self.name}
 
 
+TemplateVariables = dict[str, bool | int | float | str]
+
+
 class ChatCompletionRequest(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
+    chat_template_kwargs: TemplateVariables | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -194,6 +198,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

@@ -36,10 +36,22 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     The first SIGINT or SIGTERM drains: open requests finish, new ones are refused. A second one
     ends the process at once.
     """
-    from tokentight.engine.async_engine import AsyncEngine
+    from setproctitle import setproctitle
 
+    setproctitle("tokentight: engine")
     log_to_stderr()
-    return serve_with(lambda: AsyncEngine.start(engine_config), server_config)
+    return serve_with(lambda: _start_engine(engine_config), server_config)
+
+
+async def _start_engine(config: EngineConfig) -> ServingEngine:
+    from tokentight.engine.async_engine import AsyncEngine
+    from tokentight.models.errors import DemoModelError
+    from tokentight.pipeline.interface import PipelineStartError
+
+    try:
+        return await AsyncEngine.start(config)
+    except (ValueError, OSError, MemoryError, DemoModelError, PipelineStartError) as error:
+        raise StartError(f"the engine did not start: {error}") from error
 
 
 def serve_with(start_engine: StartEngine, config: ServerConfig) -> int:
@@ -109,7 +121,8 @@ async def _serve(start_engine: StartEngine, config: ServerConfig, listener: sock
     try:
         engine = await _started(start_engine, stop)
         if engine is None:
-            return 0
+            _say("stopped before the model was loaded")
+            os._exit(0)  # loading runs in a thread, which nothing can stop
         try:
             gateway.app = create_app(engine, config)
             _say(_ready_line(engine.info, config, listener))
@@ -141,8 +154,6 @@ async def _started(start_engine: StartEngine, stop: asyncio.Event) -> ServingEng
         if not starting.done():
             return None
         return starting.result()
-    except (ValueError, OSError, MemoryError) as error:
-        raise StartError(f"the engine did not start: {error}") from error
     finally:
         stopping.cancel()
         starting.cancel()

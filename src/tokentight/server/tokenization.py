@@ -26,9 +26,7 @@ def tokenization_router(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "give either prompt or messages")
         if body.messages is not None:
-            prompt = await chat_prompt(
-                tokenizer, body.messages, body.add_generation_prompt is not False
-            )
+            prompt = await chat_prompt(tokenizer, body)
         else:
             assert body.prompt is not None
             prompt = await text_or_ids(tokenizer, body.prompt, body.add_special_tokens is not False)
