@@ -1,0 +1,139 @@
+"""Serving throughput and latency, ours against peers on the same weights, in the same run.
+
+Engines take turns, each with the machine to itself: ours, a peer, ours, a peer, as often as
+`--runs` says. Next to what was measured stands the floor, the least time that this machine's own
+rates allow for the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from client import BenchmarkError, Measurement
+from floor import MachineRates, floor_of, measure_machine, read_model_size
+from peers import DEFAULT_PEERS, PEERS, Engine, choose_engines
+from table import Summary, print_table, summarise, to_document
+from tokentight.demo.server import ServerError
+from workload import make_workload
+
+Results = dict[tuple[str, int], list[Measurement]]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--runs", type=int, default=3, help="turns of every engine")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--stages", type=int, nargs="*", default=[1, 2], help="of our engine")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(DEFAULT_PEERS))
+    parser.add_argument("--quick", action="store_true", help="one run at concurrency 1 and 8")
+    parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--model", type=Path, help="a Llama-like directory of safetensors")
+    parser.add_argument("--peers-directory", type=Path, default=Path(".peers"))
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.runs, arguments.concurrency = 1, [1, 8]
+    return arguments
+
+
+def exported_demo_model(directory: Path) -> Path:
+    """The demo model as float32 safetensors, made once."""
+    target = directory / "models" / "smollm2-135m"
+    if not (target / "config.json").exists():
+        script = Path(__file__).with_name("export_model.py")
+        subprocess.run([sys.executable, str(script), str(target)], check=True)
+    return target
+
+
+def run_engine(
+    engine: Engine, run: int, concurrencies: Sequence[int], vocab_size: int, results: Results
+) -> None:
+    """One turn of one engine, its measurements added to `results`."""
+    workloads = [make_workload(concurrency, run, vocab_size) for concurrency in concurrencies]
+    for workload, measurement in zip(workloads, engine.run(workloads), strict=True):
+        results.setdefault((engine.name, workload.concurrency), []).append(measurement)
+        rate = workload.num_output_tokens / measurement.seconds
+        print(
+            f"run {run + 1}, {engine.name}, concurrency {workload.concurrency}: "
+            f"{rate:.1f} tokens/s, {measurement.seconds:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def describe_machine(rates: MachineRates) -> dict[str, object]:
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_mm_gflops": rates.flops / 1e9,
+        "read_gb_per_second": rates.read_bandwidth / 1e9,
+        "load_average_before": os.getloadavg()[0],
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    model = arguments.model or exported_demo_model(arguments.peers_directory)
+    size = read_model_size(model)
+    engines, notes = choose_engines(
+        model, arguments.peers, arguments.stages, arguments.peers_directory
+    )
+    for note in notes:
+        print(note, file=sys.stderr)
+    machine = measure_machine()
+    described = describe_machine(machine)
+    results: Results = {}
+    failed = []
+    for run in range(arguments.runs):
+        for engine in engines:
+            if engine.name in failed or (run and not engine.repeats):
+                continue
+            try:
+                run_engine(engine, run, arguments.concurrency, size.vocab_size, results)
+            except (BenchmarkError, ServerError) as error:
+                failed.append(engine.name)
+                print(f"{engine.name} failed and is left out from here: {error}", file=sys.stderr)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(
+        f"{described['cpu']}, {described['cores']} cores; torch.mm {machine.flops / 1e9:.0f} "
+        f"GFLOP/s, reads {machine.read_bandwidth / 1e9:.1f} GB/s; load average before: "
+        f"{described['load_average_before']:.2f}",
+        highlight=False,
+    )
+    documents = []
+    for concurrency in arguments.concurrency:
+        workload = make_workload(concurrency, 0, size.vocab_size)
+        summaries: list[Summary] = [
+            summarise(engine.name, workload, results[engine.name, concurrency])
+            for engine in engines
+            if (engine.name, concurrency) in results
+        ]
+        floor = floor_of(workload, size, machine)
+        print_table(console, workload, floor, summaries)
+        documents.append(to_document(workload, floor, summaries))
+    if arguments.json:
+        document = {"machine": described, "results": documents}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
