@@ -51,7 +51,8 @@ def serve(
         typer.Option(
             envvar="TOKENTIGHT_API_KEY",
             help="Key that clients must send as bearer token; repeat it for several. /health, "
-            "/ready, /version and /metrics stay open. Prefer the variable: command lines are public.",
+            "/ready, /version and /metrics stay open. Prefer the variable: anybody here can read a "
+            "command line.",
             show_default=False,
         ),
     ] = None,

@@ -24,3 +24,4 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     handler.addFilter(RequestIdFilter())
     logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its comings and goings are told here
