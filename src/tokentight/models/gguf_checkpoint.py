@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokentight.models.checkpoint import (
@@ -68,6 +70,8 @@ class GgufCheckpoint:
         names = {_hf_name(name): name for name in shapes if name != _ROPE_FACTORS}
         check_shapes(config, {hf: shapes[name] for hf, name in names.items()}, path)
         stored = {hf: _type_name(file, name) for hf, name in names.items() if len(shapes[name]) > 1}
+        for name in shapes:
+            _bytes(file, name)  # a file cut short is found now and not in the middle of loading
         kinds = set(stored.values())
         if _ROPE_FACTORS in shapes:
             factors = _read(file, _ROPE_FACTORS).double().tolist()
@@ -118,25 +122,41 @@ def _type_name(file: GgufFile, name: str) -> str:
     return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind, kind)
 
 
+def _row_bytes(file: GgufFile, name: str) -> int:
+    """Bytes of one row of a tensor."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = _type_name(file, name)
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(file.tensors[name].type_id)]
+    columns = file.tensors[name].shape[-1]
+    if columns % block:
+        raise CheckpointError(
+            f"{name} in {file.path} has rows of {columns}, which {kind} cannot hold"
+        )
+    return int(columns // block * block_bytes)
+
+
+def _bytes(file: GgufFile, name: str) -> NDArray[np.uint8]:
+    """The bytes of a tensor, mapped and not yet read: uint8 `[..., bytes of a row]`."""
+    leading, row = file.tensors[name].shape[:-1], _row_bytes(file, name)
+    raw = file.bytes_of(name, math.prod(leading) * row)
+    return raw.reshape(*leading, row)
+
+
 def _read(file: GgufFile, name: str) -> Tensor:
     """One tensor, dequantised to float32; bfloat16 stays."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     shape = file.tensors[name].shape
     kind = _type_name(file, name)
-    count = int(np.prod(shape, dtype=np.int64))
-    quant = GGMLQuantizationType(file.tensors[name].type_id)
-    block, block_bytes = GGML_QUANT_SIZES[quant]
-    if shape[-1] % block:
-        raise CheckpointError(
-            f"{name} in {file.path} has rows of {shape[-1]}, which {kind} cannot hold"
-        )
-    raw = file.bytes_of(name, count // block * block_bytes)
+    raw = _bytes(file, name)
     if kind == "bfloat16":
-        return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16).reshape(shape)
-    rows = raw.reshape(*shape[:-1], shape[-1] // block * block_bytes)
-    values = dequantize(rows, quant) if block > 1 else raw.view(f"<f{block_bytes}")
+        return torch.from_numpy(raw.view("<i2").copy()).view(torch.bfloat16).reshape(shape)
+    if kind in ("float32", "float16"):
+        values = raw.view("<f4" if kind == "float32" else "<f2")
+    else:
+        values = dequantize(raw, GGMLQuantizationType(file.tensors[name].type_id))
     return torch.from_numpy(values.astype(np.float32, copy=True)).reshape(shape)
 
 

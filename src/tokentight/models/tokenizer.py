@@ -131,9 +131,19 @@ class Tokenizer:
             return b""
         if self._byte_level:
             return _bytes_of_byte_level(token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if _is_byte_fallback(token):
             return bytes([int(token[3:5], 16)])
         return token.replace(_SPACE, " ").encode()
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one byte of a byte-fallback vocabulary, such as `<0x41>`.
+
+        Decoders turn a run of these into text as a whole.
+        """
+        if self._byte_level or token_id in self._added:
+            return False
+        token = self.backend.id_to_token(token_id)
+        return token is not None and _is_byte_fallback(token)
 
 
 def _from_gguf(path: Path) -> Tokenizer:
@@ -201,6 +211,10 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
 def _is_byte_level(backend: Backend) -> bool:
     # The state is the decoder's JSON; writing out the whole backend would cost its vocabulary too.
     return backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
+
+
+def _is_byte_fallback(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 def _byte_alphabet() -> dict[str, int]:
