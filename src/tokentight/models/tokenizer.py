@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokentight.models.chat_template import ChatTemplate
 from tokentight.models.errors import ChatTemplateError, CheckpointError
-from tokentight.models.json_file import read_json
+from tokentight.models.model_directory import only_gguf, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -43,11 +43,10 @@ class Tokenizer:
             CheckpointError: when there is no tokenizer, or it cannot be read.
             UnsupportedModelError: when it is of a kind that is not known.
         """
-        if path.is_dir() and not (path / "config.json").exists():
-            gguf_files = sorted(path.glob("*.gguf"))
-            if len(gguf_files) == 1:
-                return cls.load(gguf_files[0])
-        return _from_directory(path) if path.is_dir() else _from_gguf(path)
+        if not path.is_dir():
+            return _from_gguf(path)
+        gguf_file = only_gguf(path)
+        return _from_directory(path) if gguf_file is None else _from_gguf(gguf_file)
 
     @classmethod
     def of_backend(

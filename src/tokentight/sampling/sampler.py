@@ -14,9 +14,11 @@ from tokentight.kernels.interface import Kernels
 from tokentight.pipeline.plan import F32, I32, NO_LOGPROBS, NO_TOKEN, Logprobs, SamplingPlan
 from tokentight.sampling.errors import SamplingError
 from tokentight.sampling.filters import surviving_ids
-from tokentight.sampling.logprobs import logprobs_of
+from tokentight.sampling.logprobs import logprobs_of, score
 from tokentight.sampling.noise import uniform
-from tokentight.sampling.rows import adjustment_of, host_row, row_faults
+from tokentight.sampling.rows import adjustment_of, host_row, row_faults, slice_sampling
+
+__all__ = ["draw", "sample", "sample_valid_rows", "score", "slice_sampling"]
 
 
 def sample(
