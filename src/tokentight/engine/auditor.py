@@ -51,7 +51,7 @@ def audit(
             or _wrong_sampling(plan, sampled.get(row), request, int(plan.context_lens[row]))
         )
         if what is None:
-            num_scored, what = _wrong_scoring(plan, entry, num_scored)
+            num_scored, what = _wrong_scoring(plan, row, entry, num_scored)
         if what is not None:
             violations.append(Violation(request.number, what))
     if not violations and num_scored != len(plan.scored_targets):
@@ -175,7 +175,7 @@ def _wrong_sampling(
 
 
 def _wrong_scoring(
-    plan: StepPlan, entry: ScheduledRequest, num_scored: int
+    plan: StepPlan, row: int, entry: ScheduledRequest, num_scored: int
 ) -> tuple[int, str | None]:
     """The scored tokens of all rows stand one after another; `num_scored` came before."""
     request = entry.request
@@ -187,7 +187,8 @@ def _wrong_scoring(
         return num_scored, None
     end = num_scored + last - first
     indices = plan.scored_token_indices[num_scored:end]
-    if not np.array_equal(plan.positions[indices], np.arange(first, last)):
+    start = int(plan.query_starts[row])
+    if not np.array_equal(indices, np.arange(start, start + last - first)):
         return end, "prompt positions would be scored out of place"
     if not np.array_equal(
         plan.scored_targets[num_scored:end], request.ledger.tokens[first + 1 : last + 1]
