@@ -155,7 +155,7 @@ def test_a_row_moved_short_is_stopped_and_the_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The published fault, planted in the driver: compaction copies only the first part of a
-    row, so the tail of its former occupant stands in the moved request's block table."""
+    row (once), so the tail of its former occupant stands in the moved request's block table."""
 
     def remove_moving_short(rows: BatchRows, request: Request) -> None:
         row = rows._row_of.pop(request.number)
@@ -163,7 +163,8 @@ def test_a_row_moved_short_is_stopped_and_the_others_are_served(
         if row != last:
             occupant = rows.records[row]["block_table"].copy()
             rows.records[row] = rows.records[last]
-            rows.records[row]["block_table"][2:] = occupant[2:]
+            if request.number == 0:
+                rows.records[row]["block_table"][2:] = occupant[2:]
             rows._row_of[int(rows.records[row]["request_number"])] = row
 
     monkeypatch.setattr(BatchRows, "remove", remove_moving_short)
