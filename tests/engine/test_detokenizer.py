@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -144,7 +144,7 @@ def whole_text(backend: Backend, prompt: list[int], output: list[int], skip: boo
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.data())
 def test_any_tokens_in_any_split_equal_the_whole_decode(name: str, data: st.DataObject) -> None:
     backend = BACKENDS[name]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from tokentight.kernels.select import KernelChoice, load_kernels
 from tokentight.pipeline.plan import NO_TOKEN, Logprobs, SamplingPlan
 from tokentight.sampling.errors import SamplingError
 from tokentight.sampling.rows import slice_sampling
@@ -83,9 +84,12 @@ def test_each_row_alone_equals_the_row_in_any_batch(
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 49_157])
+@pytest.mark.parametrize("choice", ["auto", "reference"])
 def test_rows_of_a_real_vocabulary_alone_equal_the_batch(
-    kernels: Any, make_plan: Any, vocab_size: int
+    make_plan: Any, vocab_size: int, choice: KernelChoice
 ) -> None:
+    """Bitwise, with the engine's own kernels: the native ones where they can be built."""
+    kernels = load_kernels(choice, num_threads=2)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(12, vocab_size, generator=generator) * 2
     kinds: list[dict[str, Any]] = [
