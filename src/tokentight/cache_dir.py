@@ -22,7 +22,7 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     if chosen:
         path = Path(chosen).expanduser()
-    elif base:
+    elif base and os.path.isabs(base):
         path = Path(base) / "tokentight"
     else:
         path = Path.home() / ".cache" / "tokentight"

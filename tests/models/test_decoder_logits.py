@@ -48,10 +48,9 @@ def test_bits_do_not_depend_on_chunks_or_stages(
     save_tiny(tmp_path, case)
     checkpoint = open_checkpoint(tmp_path)
     expected = Pipeline.load(checkpoint, kernels).logits(PROMPT)
-    for num_stages in (1, 2, 3):
+    for num_stages, chunk in ((1, 7), (2, 1), (3, 45), (3, 19)):
         pipeline = Pipeline.load(checkpoint, kernels, num_stages)
-        for chunk in (1, 7, 45):
-            assert torch.equal(pipeline.logits(PROMPT, chunk), expected), (num_stages, chunk)
+        assert torch.equal(pipeline.logits(PROMPT, chunk), expected), (num_stages, chunk)
 
 
 def test_prefill_then_decode_equals_one_prefill(tmp_path: Path, kernels: Kernels) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokentight.models.config import ModelConfig
 from tokentight.models.errors import CheckpointError
+from tokentight.models.model_directory import only_gguf
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -50,9 +51,9 @@ def open_checkpoint(path: Path, dtype: WeightDtype = "auto") -> Checkpoint:
     if dtype not in get_args(WeightDtype):
         raise CheckpointError(f"dtype is {dtype!r}; it must be auto, float32 or bfloat16")
     if path.is_dir():
-        gguf_files = sorted(path.glob("*.gguf"))
-        if not any(path.glob("*.safetensors*")) and len(gguf_files) == 1:
-            return open_checkpoint(gguf_files[0], dtype)
+        gguf_file = only_gguf(path)
+        if gguf_file is not None:
+            return open_checkpoint(gguf_file, dtype)
         from tokentight.models.safetensors_checkpoint import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint.open(path, dtype)

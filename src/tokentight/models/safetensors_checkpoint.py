@@ -19,7 +19,7 @@ from tokentight.models.checkpoint import (
 )
 from tokentight.models.config import ModelConfig
 from tokentight.models.errors import CheckpointError
-from tokentight.models.json_file import read_json
+from tokentight.models.model_directory import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -63,7 +63,10 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"there is no tensor {name!r} in the checkpoint")
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-        return to_memory_dtype(tensor, self.config)
+        converted = to_memory_dtype(tensor, self.config)
+        # What safetensors returns is the mapped file itself; weights being served must not change
+        # when somebody writes over it.
+        return converted.clone() if converted is tensor else converted
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -188,8 +188,9 @@ def _backend(directory: Path) -> Backend:
         )
         backend: Backend = converted.backend_tokenizer
     except Exception as error:  # the backends raise bare Exception
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
-            f"{directory} holds no tokenizer that can be read ({error}); it needs a tokenizer.json"
+            f"{directory} holds no tokenizer that can be read ({reason}); it needs a tokenizer.json"
         ) from error
     return backend
 
