@@ -36,6 +36,8 @@ def load_library(path: Path) -> ctypes.CDLL:
             function = getattr(library, name)
             function.argtypes = [_P, *arguments]
             function.restype = result
+        library.tt_prefer_huge_pages.argtypes = [_P, _I]
+        library.tt_prefer_huge_pages.restype = None
         library.tt_pool_create.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
         library.tt_pool_create.restype = _P
         library.tt_pool_destroy.argtypes = [_P]

@@ -7,6 +7,7 @@ depend on that row's inputs alone, whatever the row count, the company or the nu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ PANEL_ROWS = 16
 KV_TILE = 16
 MAX_HEAD_DIM = 512
 _ALIGNMENT = 64
+_HUGE_FROM = 2 << 20
 _CPU = torch.device("cpu")
 _F32, _BF16, _I32, _I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
 
@@ -99,7 +101,7 @@ class NativeKernels:
         source = weight.detach().to(_CPU).contiguous()
         rows, cols = source.shape
         panels = -(-rows // PANEL_ROWS)
-        data = _aligned((panels, cols, PANEL_ROWS), source.dtype)
+        data = self._allocate((panels, cols, PANEL_ROWS), source.dtype)
         is_bf16 = source.dtype == _BF16
         self._lib.tt_pack(
             self._pool.handle, source.data_ptr(), data.data_ptr(), rows, cols, is_bf16
@@ -121,13 +123,22 @@ class NativeKernels:
             )
         shape = (num_blocks, heads.num_kv_heads)
         return NativeKV(
-            _zeros((*shape, block_size // KV_TILE, dim, KV_TILE)),
-            _zeros((*shape, block_size, dim)),
+            self._allocate((*shape, block_size // KV_TILE, dim, KV_TILE), _F32).zero_(),
+            self._allocate((*shape, block_size, dim), _F32).zero_(),
             num_blocks,
             block_size,
             heads.num_kv_heads,
             dim,
         )
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised, starting on a cache line, in huge pages where the system gives them."""
+        count = math.prod(shape)
+        room = torch.empty(count + _ALIGNMENT // 2, dtype=dtype)
+        if room.nbytes >= _HUGE_FROM:
+            self._lib.tt_prefer_huge_pages(room.data_ptr(), room.nbytes)
+        skip = -room.data_ptr() % _ALIGNMENT // room.element_size()
+        return room[skip : skip + count].view(shape)
 
     def embed(self, table: PackedMatrix, token_ids: Tensor) -> Tensor:
         matrix = _matrix(table)
@@ -392,15 +403,3 @@ def _kv(kv: LayerKV, heads: HeadShape, block_size: int) -> NativeKV:
     return kv
 
 
-def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised, starting on a cache line."""
-    count = 1
-    for size in shape:
-        count *= size
-    room = torch.empty(count + _ALIGNMENT // 2, dtype=dtype)
-    skip = -room.data_ptr() % _ALIGNMENT // room.element_size()
-    return room[skip : skip + count].view(shape)
-
-
-def _zeros(shape: tuple[int, ...]) -> Tensor:
-    return _aligned(shape, _F32).zero_()

@@ -9,6 +9,7 @@
 #include "tile.h"
 
 #define TILE 16
+#define AHEAD_TILES 2
 #define ITEM_ROWS 48 /* (token, query head) rows that share one walk over the KV */
 
 typedef struct {
@@ -91,10 +92,11 @@ typedef struct {
 
 #define SCORES(R)                                                                      \
   case R:                                                                              \
-    fma_tile(R, 2, 0, 0, q, dim, keys, TILE, 0, scores, TILE, 0, dim);                 \
+    fma_tile(R, 2, 0, 2, ahead, q, dim, keys, TILE, 0, scores, TILE, 0, dim);                 \
     break;
 
-static void score_tile(int64_t rows, const float *q, size_t dim, const float *keys, float *scores) {
+static void score_tile(int64_t rows, const float *q, size_t dim, const float *keys, ptrdiff_t ahead,
+                       float *scores) {
   for (int64_t i = 0; i < rows * TILE; i++) scores[i] = 0.0f;
   switch (rows) { SCORES(1) SCORES(2) SCORES(3) SCORES(4) SCORES(5) SCORES(6) }
 }
@@ -102,13 +104,13 @@ static void score_tile(int64_t rows, const float *q, size_t dim, const float *ke
 #define OUTPUTS(R)                                                                             \
   case R:                                                                                      \
     for (; d + 16 <= dim; d += 16)                                                             \
-      fma_tile(R, 2, 0, 0, p, TILE, values + d, dim, 0, acc + d, dim, 0, count);               \
+      fma_tile(R, 2, 0, 2, ahead, p, TILE, values + d, dim, 0, acc + d, dim, 0, count);               \
     for (; d < dim; d += 8)                                                                    \
-      fma_tile(R, 1, 0, 0, p, TILE, values + d, dim, 0, acc + d, dim, 0, count);               \
+      fma_tile(R, 1, 0, 0, 0, p, TILE, values + d, dim, 0, acc + d, dim, 0, count);               \
     break;
 
-static void output_tile(int64_t rows, const float *p, const float *values, float *acc, size_t dim,
-                        size_t count) {
+static void output_tile(int64_t rows, const float *p, const float *values, ptrdiff_t ahead, float *acc,
+                        size_t dim, size_t count) {
   size_t d = 0;
   switch (rows) { OUTPUTS(1) OUTPUTS(2) OUTPUTS(3) OUTPUTS(4) OUTPUTS(5) OUTPUTS(6) }
 }
@@ -138,6 +140,13 @@ static void softmax_step(float *scores, int start, int end, float scale, float *
   vstore(scores + 8, p1);
 }
 
+/* Where the tile at absolute position `base` starts, in keys and in values alike. */
+static size_t tile_offset(const attention_args *a, const int32_t *table, int64_t base, int64_t head) {
+  size_t block = (size_t)table[base / a->block_size], offset = (size_t)(base % a->block_size);
+  size_t dim = (size_t)a->dim, bs = (size_t)a->block_size;
+  return (block * (size_t)a->kv_heads + (size_t)head) * bs * dim + offset * dim;
+}
+
 static void attention_item(void *context, int64_t item) {
   const attention_args *a = context;
   int64_t row = 0, high = a->rows;
@@ -150,7 +159,7 @@ static void attention_item(void *context, int64_t item) {
   int64_t head = in_row % a->kv_heads, first = in_row / a->kv_heads * ITEM_ROWS;
   int64_t token0 = a->query_starts[row], tokens = a->query_starts[row + 1] - token0;
   int64_t count = tokens * group - first < ITEM_ROWS ? tokens * group - first : ITEM_ROWS;
-  size_t dim = (size_t)a->dim, bs = (size_t)a->block_size;
+  size_t dim = (size_t)a->dim;
 
   float q[ITEM_ROWS * dim], acc[ITEM_ROWS * dim], scores[6 * TILE];
   float max[ITEM_ROWS], sum[ITEM_ROWS];
@@ -167,13 +176,16 @@ static void attention_item(void *context, int64_t item) {
 
   const int32_t *table = a->block_tables + (size_t)row * (size_t)a->table_width;
   for (int64_t base = low[0] / TILE * TILE; base <= last[count - 1]; base += TILE) {
-    size_t block = (size_t)table[base / a->block_size], offset = (size_t)(base % a->block_size);
-    size_t at = (block * (size_t)a->kv_heads + (size_t)head) * bs * dim + offset * dim;
+    size_t at = tile_offset(a, table, base, head);
     const float *keys = a->keys + at, *values = a->values + at;
+    int64_t next = base + AHEAD_TILES * TILE; /* asked for while this tile is computed */
+    if (next > last[count - 1]) next = base;
+    size_t next_at = tile_offset(a, table, next, head);
+    ptrdiff_t ahead = ((ptrdiff_t)next_at - (ptrdiff_t)at) * (ptrdiff_t)sizeof(float);
     for (int64_t i = 0, n; i < count; i += n) {
       n = tt_tile_rows(count - i);
       if (last[i + n - 1] < base || low[i] >= base + TILE) continue;
-      score_tile(n, q + (size_t)i * dim, dim, keys, scores);
+      score_tile(n, q + (size_t)i * dim, dim, keys, i ? 0 : ahead, scores);
       int whole = 1;
       int starts[6], ends[6];
       for (int64_t r = 0; r < n; r++) {
@@ -186,12 +198,12 @@ static void attention_item(void *context, int64_t item) {
                        acc + (size_t)(i + r) * dim, dim);
       }
       if (whole) {
-        output_tile(n, scores, values, acc + (size_t)i * dim, dim, TILE);
+        output_tile(n, scores, values, i ? 0 : ahead, acc + (size_t)i * dim, dim, TILE);
         continue;
       }
       for (int64_t r = 0; r < n; r++) /* only valid positions enter a chain: 0 * NaN is not 0 */
         if (starts[r] < ends[r])
-          output_tile(1, scores + r * TILE + starts[r], values + (size_t)starts[r] * dim,
+          output_tile(1, scores + r * TILE + starts[r], values + (size_t)starts[r] * dim, 0,
                       acc + (size_t)(i + r) * dim, dim, (size_t)(ends[r] - starts[r]));
     }
   }

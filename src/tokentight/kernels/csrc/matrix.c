@@ -1,11 +1,30 @@
 /* Weights [N, K] lie in panels of 16 outputs, [N / 16][K][16], the last one padded with zeros. */
+#define _GNU_SOURCE
 #include "pool.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "tile.h"
 
 #define PANEL 16
 #define ROW_BLOCK 192 /* rows that share one pass over a panel */
 #define K_BLOCK 512   /* a panel's slice of this depth stays in the first-level cache */
 #define AHEAD 1024    /* bytes of prefetch while weights come from memory */
+
+/* Ask for huge pages under memory not yet touched: weights and KV are read end to end or in far
+ * jumps, and small pages cost a page walk every 4 KiB. A refusal changes nothing but speed. */
+void tt_prefer_huge_pages(void *start, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  uintptr_t page = 4095, first = ((uintptr_t)start + page) & ~page;
+  uintptr_t end = ((uintptr_t)start + (uintptr_t)bytes) & ~page;
+  if (end > first) (void)madvise((void *)first, end - first, MADV_HUGEPAGE);
+#else
+  (void)start;
+  (void)bytes;
+#endif
+}
 
 typedef struct {
   const void *source;
@@ -85,9 +104,9 @@ typedef struct {
 #define CASE(R, P)                                                                               \
   case R * 10 + P:                                                                               \
     if (bf16)                                                                                    \
-      fma_tile(R, 2 * P, 1, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
+      fma_tile(R, 2 * P, 1, 1, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
     else                                                                                         \
-      fma_tile(R, 2 * P, 0, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
+      fma_tile(R, 2 * P, 0, 1, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
     break;
 
 static void narrow(int64_t rows, int64_t panels, int bf16, const float *x, size_t ldx, const void *w,
@@ -100,7 +119,7 @@ static void narrow(int64_t rows, int64_t panels, int bf16, const float *x, size_
 
 #define WIDE(R)                                                                          \
   case R:                                                                                \
-    fma_tile(R, 2, 0, 0, x, ldx, w, PANEL, 0, acc, PANEL, 0, depth);                     \
+    fma_tile(R, 2, 0, 0, 0, x, ldx, w, PANEL, 0, acc, PANEL, 0, depth);                     \
     break;
 
 static void wide(int64_t rows, const float *x, size_t ldx, const float *w, float *acc, size_t depth) {
