@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from tokentight.models.demo_model import demo_model_path
+
 
 def export(gguf: Path, directory: Path) -> None:
     """Dequantise `gguf` to float32 in `directory`, with configuration, tokenizer and template."""
@@ -33,10 +35,10 @@ def export(gguf: Path, directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("gguf", type=Path)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--gguf", type=Path, help="instead of the demo model")
     arguments = parser.parse_args()
-    export(arguments.gguf, arguments.directory)
+    export(arguments.gguf or demo_model_path(), arguments.directory)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,24 @@ def run_engine(
         )
 
 
+def take_turns(
+    engines: Sequence[Engine], runs: int, concurrencies: Sequence[int], vocab_size: int
+) -> tuple[Results, list[str]]:
+    """All turns of all engines; the names of those that failed, which get no further turn."""
+    results: Results = {}
+    failed: list[str] = []
+    for run in range(runs):
+        for engine in engines:
+            if engine.name in failed or (run and not engine.repeats):
+                continue
+            try:
+                run_engine(engine, run, concurrencies, vocab_size, results)
+            except (BenchmarkError, ServerError) as error:
+                failed.append(engine.name)
+                print(f"{engine.name} failed and is left out from here: {error}", file=sys.stderr)
+    return results, failed
+
+
 def describe_machine(rates: MachineRates) -> dict[str, object]:
     return {
         "cpu": _cpu_name(),
@@ -90,6 +109,8 @@ def _cpu_name() -> str:
 
 
 def main() -> int:
+    # As on Ctrl-C: the server that is being measured is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments = parse_arguments()
     model = arguments.model or exported_demo_model(arguments.peers_directory)
     size = read_model_size(model)
@@ -100,17 +121,7 @@ def main() -> int:
         print(note, file=sys.stderr)
     machine = measure_machine()
     described = describe_machine(machine)
-    results: Results = {}
-    failed = []
-    for run in range(arguments.runs):
-        for engine in engines:
-            if engine.name in failed or (run and not engine.repeats):
-                continue
-            try:
-                run_engine(engine, run, arguments.concurrency, size.vocab_size, results)
-            except (BenchmarkError, ServerError) as error:
-                failed.append(engine.name)
-                print(f"{engine.name} failed and is left out from here: {error}", file=sys.stderr)
+    results, failed = take_turns(engines, arguments.runs, arguments.concurrency, size.vocab_size)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(
         f"{described['cpu']}, {described['cores']} cores; torch.mm {machine.flops / 1e9:.0f} "

@@ -57,7 +57,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def print_table(
     console: Console, workload: Workload, floor: Floor, summaries: Sequence[Summary]
 ) -> None:
-    """One concurrency. `ratio` is ours over the row's engine, for each of our own rows' first."""
+    """One concurrency. `vs first` is a row's throughput over that of the first, which is ours."""
     table = Table(
         title=f"concurrency {workload.concurrency}: {len(workload.requests)} requests, "
         f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens",

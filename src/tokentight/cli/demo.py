@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -36,6 +38,8 @@ def demo(
     from tokentight.demo.server import ServerError
     from tokentight.demo.terminal import progress, show
 
+    # As on Ctrl-C: the server is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     errors = Console(stderr=True)
     try:
         with progress(errors) as on_progress:
