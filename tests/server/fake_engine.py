@@ -134,6 +134,7 @@ class FakeEngine:
         max_requests: int = 4096,
         step_s: float = 0.0,
         fails_with: str | None = None,
+        dies: bool = False,
     ) -> None:
         self.tokenizer = ByteTokenizer()
         self.info = EngineInfo("fake-model", max_model_len, VOCAB_SIZE, 1, "fake", True, 64, 16)
@@ -141,6 +142,8 @@ class FakeEngine:
         self.status_detail = ""
         self.gate: threading.Event | None = None
         self.free_tokens = 3
+        self.arrived = threading.Event()
+        self.made_free_tokens = threading.Event()
         self.submitted: list[GenerationRequest] = []
         self.num_aborted = 0
         self.num_tokens_made = 0
@@ -150,6 +153,7 @@ class FakeEngine:
         self._max_requests = max_requests
         self._step_s = step_s
         self._fails_with = fails_with
+        self._dies = dies
         self._open: dict[str, asyncio.Task[None]] = {}
 
     def submit(self, request: GenerationRequest) -> FakeStream:
@@ -163,6 +167,7 @@ class FakeEngine:
         self.submitted.append(request)
         stream = FakeStream(lambda: self._abort(request.request_id))
         self.idle.clear()
+        self.arrived.set()
         self._open[request.request_id] = asyncio.create_task(self._run(request, stream))
         return stream
 
@@ -191,6 +196,7 @@ class FakeEngine:
         said = ""
         for place, token_id in enumerate(output_bytes(request, number)):
             if self.gate is not None and place == self.free_tokens:
+                self.made_free_tokens.set()
                 await asyncio.to_thread(self.gate.wait)
             await asyncio.sleep(self._step_s)
             self.num_tokens_made += 1
@@ -204,6 +210,7 @@ class FakeEngine:
                 reason = FinishReason.STOP
             if self._fails_with is not None and place == 2:
                 reason = FinishReason.ERROR
+                self.status = EngineStatus.DEAD if self._dies else self.status
             stream.put(
                 RequestOutput(
                     request_id=request.request_id,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import uvicorn
@@ -16,33 +18,55 @@ from tokentight.server.config import ServerConfig
 from tokentight.server.engine_api import ServingEngine
 from tokentight.server.run import bound_socket
 
+StartEngine = Callable[[], Awaitable[ServingEngine]]
+
 
 @dataclass(frozen=True)
 class RunningService:
-    engine: ServingEngine
-    url: str
+    engine: Any
     port: int
     client: httpx.Client
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+async def _serve(
+    start_engine: StartEngine,
+    config: ServerConfig,
+    started: Future[tuple[ServingEngine, uvicorn.Server, int]],
+) -> None:
+    with bound_socket(config) as listener:
+        try:
+            engine = await start_engine()
+            app = create_app(engine, config)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=5)
+        )
+        started.set_result((engine, server, listener.getsockname()[1]))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            await engine.shutdown()
+
 
 @contextlib.contextmanager
-def running_service(engine: ServingEngine, config: ServerConfig) -> Iterator[RunningService]:
-    with bound_socket(config) as listener:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(engine, config),
-                lifespan="off",
-                log_config=None,
-                timeout_graceful_shutdown=5,
-            )
-        )
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-        thread.start()
-        port = listener.getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
+def running_service(start_engine: StartEngine, config: ServerConfig) -> Iterator[RunningService]:
+    """The engine lives on the loop of the server's thread; the listening socket queues early
+    requests, so there is nothing to wait for."""
+    started: Future[tuple[ServingEngine, uvicorn.Server, int]] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(start_engine, config, started)))
+    thread.start()
+    try:
+        engine, server, port = started.result(timeout=120)
         try:
-            with httpx.Client(base_url=url, timeout=30) as client:
-                yield RunningService(engine, url, port, client)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                yield RunningService(engine, port, client)
         finally:
             server.should_exit = True
-            thread.join()
+    finally:
+        thread.join()

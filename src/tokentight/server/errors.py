@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
+from fastapi.exceptions import HTTPException, RequestValidationError
+from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -23,8 +23,11 @@ MAX_ECHOED_CHARS = 80
 """How much of a caller's own input an error message repeats."""
 
 
-class ApiError(Exception):
-    """An error to be answered with `status`, in OpenAI's shape."""
+class ApiError(HTTPException):
+    """An error to be answered with `status`, in OpenAI's shape.
+
+    An `HTTPException`, since the framework lets no other through while it reads a body.
+    """
 
     def __init__(
         self,
@@ -35,12 +38,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, dict(headers or {}))
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -144,7 +146,7 @@ async def answer_validation_error(_request: Request, error: Exception) -> JSONRe
 
 async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
     """404, 405 and the framework's own refusals."""
-    assert isinstance(error, HTTPException)
+    assert isinstance(error, AnyHTTPException)
     message = str(error.detail)
     if error.status_code == 404:
         message = f"unknown path: {shown(request.url.path)}"

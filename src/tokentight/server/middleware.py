@@ -57,7 +57,9 @@ class RequestContext:
                 answer = ApiError(500, f"internal error; the log has it under {request_id}")
                 await answer.response()(scope, receive, send_with_id)
         finally:
-            logger.info(
+            probed = scope["path"] in OPEN_PATHS and status < 400
+            logger.log(
+                logging.DEBUG if probed else logging.INFO,  # probes come every few seconds
                 '"%s %s" %s %.3fs',
                 scope["method"],
                 _loggable_path(scope),

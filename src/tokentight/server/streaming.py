@@ -44,7 +44,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await _any_done(worker, watcher)
         if worker.done():
             return worker.result()
         raise ClientGoneError
@@ -56,8 +56,8 @@ class EventStream(Response):
     """`text/event-stream` of `events`. `abort` is called at the end, whatever the end.
 
     Events are made only as fast as the client takes them. A client that goes away, or takes
-    nothing for `send_timeout_s` seconds, ends the stream. An ApiError raised by `events` becomes
-    the last event, and no [DONE] follows it.
+    nothing for `send_timeout_s` seconds (noticed within twice that), ends the stream. An ApiError
+    raised by `events` becomes the last event, and no [DONE] follows it.
     """
 
     media_type = "text/event-stream"
@@ -72,20 +72,27 @@ class EventStream(Response):
         self._events = events
         self._abort = abort
         self._send_timeout_s = send_timeout_s
+        self._sending_since: float | None = None
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(send))
+        watcher = asyncio.ensure_future(_disconnected(receive))
         try:
-            await until_disconnect(receive, self._write(send))
-        except ClientGoneError:
-            logger.info("client gone in mid-stream: request aborted")
-        except asyncio.TimeoutError:
-            # Returning without the last part of the body makes the server close the connection.
-            logger.warning(
-                "client took nothing for %g s: request aborted, connection closed",
-                self._send_timeout_s,
-            )
+            while not await _any_done(writer, watcher, self._send_timeout_s):
+                if self._is_stalled():
+                    # Returning without the rest of the body makes the server close the connection.
+                    logger.warning(
+                        "client took nothing for %g s: request aborted, connection closed",
+                        self._send_timeout_s,
+                    )
+                    return
+            if writer.done():
+                writer.result()
+            else:
+                logger.info("client gone in mid-stream: request aborted")
         finally:
             self._abort()
+            await _cancelled(writer, watcher)
 
     async def _write(self, send: Send) -> None:
         start = {
@@ -95,11 +102,20 @@ class EventStream(Response):
         }
         await self._send(send, start)
         async for chunk in self._error_as_event():
-            await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+            body = {"type": "http.response.body", "body": chunk, "more_body": True}
+            await self._send(send, body)
         await self._send(send, {"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        await asyncio.wait_for(send(message), self._send_timeout_s)
+        self._sending_since = asyncio.get_running_loop().time()
+        await send(message)
+        self._sending_since = None
+
+    def _is_stalled(self) -> bool:
+        if self._sending_since is None:
+            return False
+        waited = asyncio.get_running_loop().time() - self._sending_since
+        return waited >= self._send_timeout_s
 
     async def _error_as_event(self) -> AsyncIterator[bytes]:
         try:
@@ -111,6 +127,15 @@ class EventStream(Response):
         except Exception:
             logger.exception("stream ended in an unexpected error")
             yield event(ApiError(500, "internal error; the server's log has it").body())
+
+
+async def _any_done(
+    one: asyncio.Future[Any], other: asyncio.Future[Any], timeout_s: float | None = None
+) -> bool:
+    done, _ = await asyncio.wait(
+        {one, other}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    return bool(done)
 
 
 async def _disconnected(receive: Receive) -> None:
