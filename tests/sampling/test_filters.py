@@ -83,6 +83,15 @@ def test_survivors_equal_the_full_sort(
     check_against_oracle(array, top_k, top_p, min_p)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.5000001, 3), (0.75, 3)])
+def test_mass_equal_to_top_p_is_enough(top_p: float, kept: int) -> None:
+    """Four equal tokens, whose masses are exact: no token is taken beyond the one that reaches."""
+    values = np.zeros(4, dtype=np.float32)
+    got = surviving_ids(values, softmax(values), top_k=0, top_p=top_p, min_p=0.0)
+    assert got is not None
+    assert got.tolist() == list(range(kept))
+
+
 @pytest.mark.parametrize("spread", [0.0, 1e-40, 0.1, 3.0])
 @pytest.mark.parametrize("digits", [1, 9])
 @pytest.mark.parametrize(
