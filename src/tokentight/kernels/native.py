@@ -401,5 +401,3 @@ def _kv(kv: LayerKV, heads: HeadShape, block_size: int) -> NativeKV:
             f"{heads.head_dim}"
         )
     return kv
-
-

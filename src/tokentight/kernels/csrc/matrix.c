@@ -9,9 +9,12 @@
 #include "tile.h"
 
 #define PANEL 16
-#define ROW_BLOCK 192 /* rows that share one pass over a panel */
-#define K_BLOCK 512   /* a panel's slice of this depth stays in the first-level cache */
-#define AHEAD 1024    /* bytes of prefetch while weights come from memory */
+#define ROW_BLOCK 192  /* at most so many rows share one pass over a panel */
+#define K_BLOCK 256    /* a panel's slice of this depth stays in the first-level cache */
+#define AHEAD 1024     /* bytes of prefetch while weights come from memory */
+#define MEMORY_ROWS 48 /* up to here reading the weights takes about as long as computing */
+#define ITEMS_PER_THREAD 4
+#define MAX_ITEM_PANELS 8
 
 /* Ask for huge pages under memory not yet touched: weights and KV are read end to end or in far
  * jumps, and small pages cost a page walk every 4 KiB. A refusal changes nothing but speed. */
@@ -96,74 +99,68 @@ typedef struct {
   const void *packed;
   const float *bias;
   float *y;
-  int64_t m, n, k, panels_per_item, panel_items;
+  int64_t m, n, k, rows_per_item, panels_per_item, panel_items;
   int bf16;
 } linear_args;
 
 /* One pass of a row tile over `panels` panels; constants so that each case is its own tight loop. */
-#define CASE(R, P)                                                                               \
-  case R * 10 + P:                                                                               \
-    if (bf16)                                                                                    \
-      fma_tile(R, 2 * P, 1, 1, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
-    else                                                                                         \
-      fma_tile(R, 2 * P, 0, 1, AHEAD, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);       \
+#define CASE(R, P)                                                                                  \
+  case R * 10 + P:                                                                                  \
+    if (bf16)                                                                                       \
+      fma_tile(R, 2 * P, 1, FETCH, ahead, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);   \
+    else                                                                                            \
+      fma_tile(R, 2 * P, 0, FETCH, ahead, x, ldx, w, PANEL, panel, acc, PANEL, acc_panel, depth);   \
     break;
+#define TILE_ARGUMENTS                                                                              \
+  int64_t rows, int64_t panels, int bf16, const float *x, size_t ldx, const void *w, size_t panel,  \
+      float *acc, size_t acc_panel, size_t depth
 
-static void narrow(int64_t rows, int64_t panels, int bf16, const float *x, size_t ldx, const void *w,
-                   size_t panel, float *acc, size_t acc_panel, size_t depth) {
+/* Weights that come from memory: the next lines of the same panels are asked for. */
+#define FETCH 1
+static void near_tile(TILE_ARGUMENTS) {
+  const ptrdiff_t ahead = AHEAD;
   switch (rows * 10 + panels) {
     CASE(1, 4) CASE(1, 3) CASE(1, 2) CASE(1, 1) CASE(2, 2) CASE(2, 1) CASE(3, 2) CASE(3, 1)
     CASE(4, 1) CASE(5, 1) CASE(6, 1)
   }
 }
+#undef FETCH
 
-#define WIDE(R)                                                                          \
-  case R:                                                                                \
-    fma_tile(R, 2, 0, 0, 0, x, ldx, w, PANEL, 0, acc, PANEL, 0, depth);                     \
-    break;
-
-static void wide(int64_t rows, const float *x, size_t ldx, const float *w, float *acc, size_t depth) {
-  switch (rows) { WIDE(1) WIDE(2) WIDE(3) WIDE(4) WIDE(5) WIDE(6) }
+/* A slice that another row tile has just brought in: the slice after it is asked for. */
+#define FETCH 2
+static void next_tile(TILE_ARGUMENTS) {
+  const ptrdiff_t ahead = (ptrdiff_t)(depth * PANEL * (bf16 ? 2 : 4));
+  switch (rows * 10 + panels) { CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) }
 }
+#undef FETCH
 
-static void linear_item(void *context, int64_t item) {
-  const linear_args *a = context;
+/* Many rows: computing takes so long that the processor's own prefetching keeps up. */
+#define FETCH 0
+static void far_tile(TILE_ARGUMENTS) {
+  const ptrdiff_t ahead = 0;
+  switch (rows * 10 + panels) { CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) }
+}
+#undef FETCH
+
+/* `panels` adjacent panels, all of them at once when few rows leave registers free, else in turn. */
+static void linear_panels(const linear_args *a, int64_t first_row, int64_t rows, int64_t first_panel,
+                          int64_t panels) {
   size_t k = (size_t)a->k, ldy = (size_t)a->n, size = a->bf16 ? 2 : 4;
-  int64_t first_panel = item % a->panel_items * a->panels_per_item;
-  int64_t first_row = item / a->panel_items * ROW_BLOCK;
-  int64_t rows = a->m - first_row < ROW_BLOCK ? a->m - first_row : ROW_BLOCK;
-  int64_t panels = (a->n + PANEL - 1) / PANEL - first_panel;
-  if (panels > a->panels_per_item) panels = a->panels_per_item;
   const float *x = a->x + (size_t)first_row * k;
   const char *w = (const char *)a->packed + (size_t)first_panel * PANEL * k * size;
-
   float acc[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
-  float slice[K_BLOCK * PANEL] __attribute__((aligned(64)));
   size_t acc_panel = (size_t)rows * PANEL;
   for (size_t i = 0; i < acc_panel * (size_t)panels; i++) acc[i] = 0.0f;
   for (size_t k0 = 0; k0 < k; k0 += K_BLOCK) {
     size_t depth = k - k0 < K_BLOCK ? k - k0 : K_BLOCK;
-    const char *wk = w + k0 * PANEL * size;
-    if (rows <= 6) {
-      narrow(rows, panels, a->bf16, x + k0, k, wk, PANEL * k, acc, acc_panel, depth);
-      continue;
-    }
-    const float *ws = (const float *)wk;
-    int64_t row = 0;
-    if (a->bf16) { /* widen the slice once for all rows */
-      for (size_t i = 0; i < depth * PANEL; i += 8) {
-        __builtin_prefetch(wk + 2 * i + AHEAD, 0, 3);
-        vstore(slice + i, vload_bf16((const uint16_t *)wk + i));
-      }
-      ws = slice;
-    } else { /* the first tile brings the slice into the cache */
-      row = tt_tile_rows(rows);
-      narrow(row, 1, 0, x + k0, k, wk, PANEL * k, acc, acc_panel, depth);
-    }
-    while (row < rows) {
-      int64_t count = tt_tile_rows(rows - row);
-      wide(count, x + (size_t)row * k + k0, k, ws, acc + row * PANEL, depth);
-      row += count;
+    const void *wk = w + k0 * PANEL * size;
+    for (int64_t row = 0, count; row < rows; row += count) {
+      count = tt_tile_rows(rows - row);
+      const float *xt = x + (size_t)row * k + k0;
+      float *at = acc + row * PANEL;
+      if (row == 0) near_tile(count, panels, a->bf16, xt, k, wk, PANEL * k, at, acc_panel, depth);
+      else if (rows <= MEMORY_ROWS) next_tile(count, 1, a->bf16, xt, k, wk, 0, at, 0, depth);
+      else far_tile(count, 1, a->bf16, xt, k, wk, 0, at, 0, depth);
     }
   }
   for (int64_t p = 0; p < panels; p++) {
@@ -189,13 +186,30 @@ static void linear_item(void *context, int64_t item) {
   }
 }
 
+static void linear_item(void *context, int64_t item) {
+  const linear_args *a = context;
+  int64_t panel = item % a->panel_items * a->panels_per_item;
+  int64_t end = panel + a->panels_per_item, all = (a->n + PANEL - 1) / PANEL;
+  int64_t first_row = item / a->panel_items * a->rows_per_item;
+  int64_t rows = a->m - first_row < a->rows_per_item ? a->m - first_row : a->rows_per_item;
+  int64_t together = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+  if (end > all) end = all;
+  for (; panel < end; panel += together)
+    linear_panels(a, first_row, rows, panel, end - panel < together ? end - panel : together);
+}
+
 /* y[M, N] = x[M, K] @ weight.T (+ bias): per output one chain of fused multiply-adds over k from 0,
  * then the bias. Blocking over k stores and reloads the running sum, which changes no bit. */
 void tt_linear(tt_pool *pool, const float *x, const void *packed, const float *bias, float *y,
                int64_t m, int64_t n, int64_t k, int bf16) {
   int64_t panels = (n + PANEL - 1) / PANEL;
-  int64_t per_item = m == 1 ? 4 : m <= 3 ? 2 : 1;
+  int64_t per_item = panels / (ITEMS_PER_THREAD * tt_pool_threads(pool)) / 4 * 4;
+  if (per_item < 4) per_item = m == 1 ? 4 : 2;
+  if (per_item > MAX_ITEM_PANELS) per_item = MAX_ITEM_PANELS;
   int64_t panel_items = (panels + per_item - 1) / per_item;
-  linear_args a = {x, packed, bias, y, m, n, k, per_item, panel_items, bf16};
-  tt_pool_run(pool, linear_item, &a, panel_items * ((m + ROW_BLOCK - 1) / ROW_BLOCK));
+  int64_t row_items = (m + ROW_BLOCK - 1) / ROW_BLOCK;
+  if (row_items == 0) return;
+  int64_t rows_per_item = (m + row_items - 1) / row_items;
+  linear_args a = {x, packed, bias, y, m, n, k, rows_per_item, per_item, panel_items, bf16};
+  tt_pool_run(pool, linear_item, &a, panel_items * row_items);
 }
