@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,8 +124,8 @@ class NativeKernels:
             )
         shape = (num_blocks, heads.num_kv_heads)
         return NativeKV(
-            self._allocate((*shape, block_size // KV_TILE, dim, KV_TILE), _F32).zero_(),
-            self._allocate((*shape, block_size, dim), _F32).zero_(),
+            self._allocate((*shape, block_size // KV_TILE, dim, KV_TILE), _F32),
+            self._allocate((*shape, block_size, dim), _F32),
             num_blocks,
             block_size,
             heads.num_kv_heads,
@@ -132,13 +133,17 @@ class NativeKernels:
         )
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised, starting on a cache line, in huge pages where the system gives them."""
-        count = math.prod(shape)
-        room = torch.empty(count + _ALIGNMENT // 2, dtype=dtype)
+        """Zeros, starting on a cache line, in huge pages where the system gives them.
+
+        The zeros are the system's own: memory is taken when it is first written, so KV blocks
+        cost nothing until they are used.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        room = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
         if room.nbytes >= _HUGE_FROM:
             self._lib.tt_prefer_huge_pages(room.data_ptr(), room.nbytes)
-        skip = -room.data_ptr() % _ALIGNMENT // room.element_size()
-        return room[skip : skip + count].view(shape)
+        skip = -room.data_ptr() % _ALIGNMENT
+        return room[skip : skip + num_bytes].view(dtype).view(shape)
 
     def embed(self, table: PackedMatrix, token_ids: Tensor) -> Tensor:
         matrix = _matrix(table)
