@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import heapq
 import json
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from machine import MachineRates
 from workload import Workload
 
 BYTES_PER_VALUE = 4  # float32 weights and KV
@@ -33,14 +30,6 @@ class ModelSize:
     @property
     def weight_bytes(self) -> int:
         return BYTES_PER_VALUE * (self.layer_parameters + self.head_parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class MachineRates:
-    """Floating-point operations and bytes per second, as measured."""
-
-    flops: float
-    read_bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +61,6 @@ def read_model_size(model: Path) -> ModelSize:
     )
 
 
-def measure_machine() -> MachineRates:
-    """The best rates seen in about two seconds, with torch's default thread count."""
-    left, right = torch.randn(512, 1536), torch.randn(1536, 1536)
-    product = torch.empty(512, 1536)
-    product_seconds = _best(lambda: torch.mm(left, right, out=product))
-    memory = torch.ones(64 * 2**20)  # 256 MiB: more than the caches hold
-    read_seconds = _best(memory.sum)
-    return MachineRates(
-        flops=2 * 512 * 1536 * 1536 / product_seconds,
-        read_bandwidth=memory.numel() * memory.element_size() / read_seconds,
-    )
-
-
 def floor_of(workload: Workload, model: ModelSize, machine: MachineRates) -> Floor:
     """The floor for `workload` under closed-loop concurrency."""
     num_computed = sum(len(r.prompt) + r.num_output_tokens - 1 for r in workload.requests)
@@ -107,12 +83,3 @@ def num_steps(workload: Workload) -> int:
     for request in workload.requests:
         heapq.heapreplace(slots, slots[0] + request.num_output_tokens)
     return max(slots)
-
-
-def _best(work: Callable[[], object], seconds: float = 1.0) -> float:
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        began = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - began)
-    return best

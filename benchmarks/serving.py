@@ -10,20 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from client import BenchmarkError, Measurement
-from floor import MachineRates, floor_of, measure_machine, read_model_size
+from floor import ModelSize, floor_of, read_model_size
+from machine import BUSY, MachineRates, describe_machine, measure_machine
 from peers import DEFAULT_PEERS, PEERS, Engine, choose_engines
-from table import Summary, print_table, summarise, to_document
+from table import print_table, summarise, to_document
 from tokentight.demo.server import ServerError
 from workload import make_workload
 
@@ -89,23 +89,35 @@ def take_turns(
     return results, failed
 
 
-def describe_machine(rates: MachineRates) -> dict[str, object]:
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_mm_gflops": rates.flops / 1e9,
-        "read_gb_per_second": rates.read_bandwidth / 1e9,
-        "load_average_before": os.getloadavg()[0],
-    }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+def report(
+    arguments: argparse.Namespace,
+    names: Sequence[str],
+    size: ModelSize,
+    rates: MachineRates,
+    described: dict[str, object],
+    results: Results,
+) -> None:
+    """Tables on standard output and, where asked for, JSON in a file."""
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(
+        f"{described['cpu']}, {described['cores']} cores; torch.mm {rates.flops / 1e9:.0f} "
+        f"GFLOP/s, reads {rates.read_bandwidth / 1e9:.1f} GB/s"
+    )
+    documents = []
+    for concurrency in arguments.concurrency:
+        workload = make_workload(concurrency, 0, size.vocab_size)
+        summaries = [
+            summarise(name, workload, results[name, concurrency])
+            for name in names
+            if (name, concurrency) in results
+        ]
+        if summaries:
+            floor = floor_of(workload, size, rates)
+            print_table(console, workload, floor, summaries)
+            documents.append(to_document(workload, floor, summaries))
+    if arguments.json:
+        document = {"machine": {**described, **asdict(rates)}, "results": documents}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -117,32 +129,15 @@ def main() -> int:
     engines, notes = choose_engines(
         model, arguments.peers, arguments.stages, arguments.peers_directory
     )
+    described = describe_machine()
+    if os.getloadavg()[0] > BUSY:
+        notes.append(f"this machine is busy (load {os.getloadavg()[0]:.2f}): numbers will be off")
     for note in notes:
         print(note, file=sys.stderr)
-    machine = measure_machine()
-    described = describe_machine(machine)
+    rates = measure_machine()
     results, failed = take_turns(engines, arguments.runs, arguments.concurrency, size.vocab_size)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(
-        f"{described['cpu']}, {described['cores']} cores; torch.mm {machine.flops / 1e9:.0f} "
-        f"GFLOP/s, reads {machine.read_bandwidth / 1e9:.1f} GB/s; load average before: "
-        f"{described['load_average_before']:.2f}",
-        highlight=False,
-    )
-    documents = []
-    for concurrency in arguments.concurrency:
-        workload = make_workload(concurrency, 0, size.vocab_size)
-        summaries: list[Summary] = [
-            summarise(engine.name, workload, results[engine.name, concurrency])
-            for engine in engines
-            if (engine.name, concurrency) in results
-        ]
-        floor = floor_of(workload, size, machine)
-        print_table(console, workload, floor, summaries)
-        documents.append(to_document(workload, floor, summaries))
-    if arguments.json:
-        document = {"machine": described, "results": documents}
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    rates = rates.best(measure_machine())
+    report(arguments, [engine.name for engine in engines], size, rates, described, results)
     return 1 if failed else 0
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("workload", "servers", "client", "floor", "table", "setup_vllm")
+MODULES = ("workload", "servers", "client", "machine", "floor", "table", "setup_vllm")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ def test_the_floor_counts_each_product_and_read_once(benchmarks: dict[str, Modul
         layer_parameters=1000, head_parameters=500, kv_values_per_token=7, vocab_size=50
     )
     found = floor.floor_of(
-        workload.Workload(1, requests), size, floor.MachineRates(flops=1.0, read_bandwidth=1.0)
+        workload.Workload(1, requests),
+        size,
+        benchmarks["machine"].MachineRates(flops=1.0, read_bandwidth=1.0),
     )
     # The last output token is never computed: 12 and 21 tokens through the layers, 5 logit rows.
     assert found.product_seconds == 2 * (1000 * (12 + 21) + 500 * 5)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tokentight.demo.client import Answer, RequestError, ask_all
 from tokentight.demo.comparison import Comparison, compare, differing_parts
+from tokentight.demo.load import num_requests_running
 from tokentight.demo.questions import questions
 from tokentight.demo.terminal import show
 
@@ -55,6 +56,13 @@ class StubHandler(BaseHTTPRequestHandler):
             document = {"choices": [choice]}
         choice["token_ids"] = token_ids
         content = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        content = b'# HELP x\ntokentight:num_requests_running{model_name="stub"} 3.0\n'
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -121,6 +129,13 @@ def test_each_pass_has_a_cache_salt_of_its_own() -> None:
         ask_twice(server)
     salts = [body["cache_salt"] for body in server.bodies]
     assert salts == ["demo-1"] * NUMBER + [f"demo-{NUMBER}"] * NUMBER
+
+
+def test_the_servers_own_count_of_running_requests_is_read() -> None:
+    with stub(None) as server:
+        port = server.server_address[1]
+        assert num_requests_running(port) == 3
+    assert num_requests_running(port) == 0
 
 
 def test_minus_zero_differs_from_zero() -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
+from tokentight.demo.load import peak_running
 from tokentight.demo.questions import Question
 from tokentight.demo.server import HOST
 
@@ -34,9 +35,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """All questions asked once, at most `concurrency` at a time; answers in question order."""
+    """All questions asked once, at most `concurrency` at a time; answers in question order.
+
+    `peak_running` is the most requests that the server was seen computing at once.
+    """
 
     concurrency: int
+    peak_running: int
     seconds: float
     answers: tuple[Answer, ...]
 
@@ -66,17 +71,18 @@ def ask_all(
     """
     salt = f"demo-{concurrency}"
     pool = ThreadPoolExecutor(max_workers=concurrency)
-    began = time.perf_counter()
-    try:
-        futures = [pool.submit(ask, port, model, question, salt) for question in asked]
-        for future in as_completed(futures):
-            future.result()
-            on_answer()
-    finally:
-        # Not waited for when interrupted: ending the server ends what is still open.
-        pool.shutdown(wait=False, cancel_futures=True)
-    seconds = time.perf_counter() - began
-    return Pass(concurrency, seconds, tuple(future.result() for future in futures))
+    with peak_running(port) as peak:
+        began = time.perf_counter()
+        try:
+            futures = [pool.submit(ask, port, model, question, salt) for question in asked]
+            for future in as_completed(futures):
+                future.result()
+                on_answer()
+        finally:
+            # Not waited for when interrupted: ending the server ends what is still open.
+            pool.shutdown(wait=False, cancel_futures=True)
+        seconds = time.perf_counter() - began
+    return Pass(concurrency, peak.value, seconds, tuple(future.result() for future in futures))
 
 
 def ask(port: int, model: str, question: Question, cache_salt: str) -> Answer:

@@ -80,6 +80,7 @@ def differing_parts(quiet: Answer, loaded: Answer) -> tuple[str, ...]:
 def _pass_to_json(measured: Pass) -> dict[str, object]:
     return {
         "concurrency": measured.concurrency,
+        "peak_running": measured.peak_running,
         "seconds": measured.seconds,
         "output_tokens": measured.num_output_tokens,
         "output_tokens_per_second": measured.tokens_per_second,

@@ -81,11 +81,12 @@ def _throughput(comparison: Comparison) -> Table:
     stages = comparison.stages
     title = f"{comparison.model}, {stages} {'stage' if stages == 1 else 'stages'}"
     table = Table(title=title, title_justify="left")
-    for column in ("requests at a time", "output tokens", "seconds", "tokens/s", "ratio"):
+    for column in ("sent at once", "computed at once", "tokens", "seconds", "tokens/s", "ratio"):
         table.add_column(column, justify="right")
     for measured, ratio in ((comparison.quiet, 1.0), (comparison.loaded, comparison.speedup)):
         table.add_row(
             str(measured.concurrency),
+            str(measured.peak_running),
             str(measured.num_output_tokens),
             f"{measured.seconds:.1f}",
             f"{measured.tokens_per_second:.1f}",
