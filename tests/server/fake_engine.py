@@ -89,6 +89,7 @@ class FakeStream:
 
     def __init__(self, on_abort: Callable[[], None]) -> None:
         self._pending: RequestOutput | None = None
+        self._error: EngineDeadError | None = None
         self._ready = asyncio.Event()
         self._ended = False
         self._on_abort = on_abort
@@ -115,9 +116,15 @@ class FakeStream:
             await self._ready.wait()
             self._ready.clear()
             output, self._pending = self._pending, None
-            assert output is not None
+            if output is None:
+                assert self._error is not None
+                raise self._error
             self._ended = output.finished
             yield output
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._pending, self._error = None, error
+        self._ready.set()
 
     def abort(self) -> None:
         self._ended = True
@@ -209,8 +216,11 @@ class FakeEngine:
                 text = kept[len(said) - len(text) :]
                 reason = FinishReason.STOP
             if self._fails_with is not None and place == 2:
+                if self._dies:
+                    self.status = EngineStatus.DEAD
+                    stream.fail(EngineDeadError(self._fails_with))
+                    break
                 reason = FinishReason.ERROR
-                self.status = EngineStatus.DEAD if self._dies else self.status
             stream.put(
                 RequestOutput(
                     request_id=request.request_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +31,21 @@ class RunningService:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """The value of `tokentight:name` with exactly these labels, before the model's."""
+        lines = self.client.get("/metrics").text.splitlines()
+        start = f"tokentight:{name}{{{labels}model_name="
+        (line,) = (line for line in lines if line.startswith(start))
+        return float(line.rsplit(" ", 1)[1])
+
+    def wait_until_idle(self) -> None:
+        """Until the engine has no request and every KV block is free."""
+        deadline = time.monotonic() + 60
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        while any(self.metric(name) for name in names):
+            assert time.monotonic() < deadline, "requests or blocks are left"
+            time.sleep(0.02)
 
 
 async def _serve(

@@ -72,7 +72,7 @@ def test_a_slow_client_gets_all_of_it_in_fewer_chunks(serve: Any) -> None:
     """While nobody reads, outputs are merged instead of queued, and nothing is lost."""
     engine = FakeEngine(max_model_len=30_000)
     service = serve(engine)
-    number = 6_000
+    number = 2_000
     body = {"prompt": [97], "max_tokens": number, "stream": True, "logprobs": 20}
     with send(service.port, body, receive_buffer=4096) as client:
         assert engine.arrived.wait(30)

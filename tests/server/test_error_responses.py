@@ -247,13 +247,11 @@ def test_503_when_dead_or_draining(serve: Any) -> None:
     assert service.client.get("/ready").status_code == 503
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"), [(EngineStatus.READY, 500), (EngineStatus.DEAD, 503)]
-)
+@pytest.mark.parametrize(("dies", "expected"), [(False, 500), (True, 503)])
 def test_an_engine_error_answers_500_and_503_when_it_died(
-    serve: Any, status: EngineStatus, expected: int
+    serve: Any, dies: bool, expected: int
 ) -> None:
-    engine = FakeEngine(fails_with="audit violation in step 7", dies=status is EngineStatus.DEAD)
+    engine = FakeEngine(fails_with="audit violation in step 7", dies=dies)
     service = serve(engine)
     for body in ({"prompt": "a"}, {"prompt": "a", "n": 3}):
         engine.status = EngineStatus.READY
@@ -263,8 +261,9 @@ def test_an_engine_error_answers_500_and_503_when_it_died(
         assert engine.idle.wait(10)
 
 
-def test_an_engine_error_ends_a_stream_without_done(serve: Any) -> None:
-    service = serve(FakeEngine(fails_with="audit violation"))
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_engine_error_ends_a_stream_without_done(serve: Any, dies: bool) -> None:
+    service = serve(FakeEngine(fails_with="audit violation", dies=dies))
     body = {"prompt": "a", "stream": True}
     with service.client.stream("POST", COMPLETIONS, json=body) as response:
         lines = [line for line in response.iter_lines() if line]

@@ -38,6 +38,8 @@ def create_app(engine: ServingEngine, config: ServerConfig) -> FastAPI:
         version=tokentight.__version__,
         description="OpenAI-compatible LLM serving whose answers do not depend on load.",
         redirect_slashes=False,
+        docs_url=None,  # the pages would load scripts from elsewhere
+        redoc_url=None,
     )
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))

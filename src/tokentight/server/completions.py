@@ -65,10 +65,9 @@ async def _checked_prompts(service: Service, body: CompletionRequest) -> list[Pr
     tokenizer, info = service.engine.tokenizer, service.engine.info
     prompts = []
     for given in body.prompt:
-        if not isinstance(given, str):
-            check_token_ids("prompt", given, info)
         prompt = await text_or_ids(tokenizer, given, body.add_special_tokens is not False)
         check_length("prompt", prompt, body.max_tokens, info, "max_tokens")
+        check_token_ids("prompt", prompt.token_ids, info)
         prompts.append(prompt)
     return prompts
 

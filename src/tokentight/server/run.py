@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_FORCED = 130
 KEEP_ALIVE_S = 75
+SEND_BUFFER_BYTES = 256 * 1024
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 StartEngine = Callable[[], Awaitable[ServingEngine]]
@@ -81,8 +82,10 @@ def bound_socket(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit these. What a client does not read waits in a buffer of fixed size.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Connections inherit it: the kernel drops those whose peer takes nothing any more.
+            # The kernel drops those whose peer takes nothing any more.
             milliseconds = int(config.send_timeout_s * 1000)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listener.bind(address)
