@@ -9,6 +9,7 @@ and doing every multiply-add at the best rate torch.mm reaches here.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 
@@ -75,53 +76,51 @@ def matrix_products(threads: int, row_counts: list[int]) -> None:
 
 def attention(threads: int) -> None:
     kernels = NativeKernels(threads)
-    torch.manual_seed(0)
-    print(f"paged attention of {LAYERS} layers, ms")
+    print(
+        f"paged attention of {LAYERS} layers, ms (torch: scaled_dot_product_attention, not paged)"
+    )
     print(
         f"{'requests':>8} {'new':>5} {'context':>8} {'native':>9} {'torch':>9} {'torch/native':>13}"
     )
     for requests, new, context in ((1, 1, 400), (32, 1, 400), (128, 1, 400), (1, 256, 256)):
-        size = 16
-        width = -(-context // size)
-        tables = (1 + torch.randperm(requests * width)).view(requests, width)
-        kv = [kernels.allocate_kv(HEADS, requests * width + 1, size) for _ in range(LAYERS)]
-        positions = torch.arange(context - new, context).repeat(requests).int()
-        step = StepInputs(
-            token_ids=positions,
-            positions=positions,
-            slots=torch.zeros(requests * new, dtype=torch.int64),
-            query_starts=(torch.arange(requests + 1) * new).int(),
-            context_lens=torch.full((requests,), context, dtype=torch.int32),
-            block_tables=tables.int(),
-            block_size=size,
-        )
-        q = torch.randn(requests * new, HEADS.num_heads * HEADS.head_dim)
-        native = best_ms(
-            lambda: [kernels.attention(q, step, layer, HEADS, 0.125, None) for layer in kv]  # noqa: B023
-        )
-        shape = (requests, HEADS.num_kv_heads, context, HEADS.head_dim)
-        dense = [(torch.randn(shape), torch.randn(shape)) for _ in range(LAYERS)]
-        queries = q.view(requests, new, HEADS.num_heads, HEADS.head_dim).transpose(1, 2)
-        peer = best_ms(
-            lambda: [
-                torch.nn.functional.scaled_dot_product_attention(
-                    queries,
-                    k,
-                    v,
-                    is_causal=new > 1,
-                    enable_gqa=True,
-                )
-                for k, v in dense  # noqa: B023
-            ]
-        )
+        native = native_attention_ms(kernels, requests, new, context)
+        peer = torch_attention_ms(requests, new, context)
         print(
-            f"{requests:>8} {new:>5} {context:>8} {native:>9.2f} {peer:>9.2f} {peer / native:>13.2f}"
+            f"{requests:>8} {new:>5} {context:>8} {native:>9.2f} {peer:>9.2f}"
+            f" {peer / native:>13.2f}"
         )
+
+
+def native_attention_ms(kernels: NativeKernels, requests: int, new: int, context: int) -> float:
+    size = 16
+    width = -(-context // size)
+    tables = (1 + torch.randperm(requests * width)).view(requests, width)
+    layers = [kernels.allocate_kv(HEADS, requests * width + 1, size) for _ in range(LAYERS)]
+    positions = torch.arange(context - new, context).repeat(requests).int()
+    step = StepInputs(
+        token_ids=positions,
+        positions=positions,
+        slots=torch.zeros(requests * new, dtype=torch.int64),
+        query_starts=(torch.arange(requests + 1) * new).int(),
+        context_lens=torch.full((requests,), context, dtype=torch.int32),
+        block_tables=tables.int(),
+        block_size=size,
+    )
+    q = torch.randn(requests * new, HEADS.num_heads * HEADS.head_dim)
+    return best_ms(lambda: [kernels.attention(q, step, kv, HEADS, 0.125, None) for kv in layers])
+
+
+def torch_attention_ms(requests: int, new: int, context: int) -> float:
+    shape = (requests, HEADS.num_kv_heads, context, HEADS.head_dim)
+    layers = [(torch.randn(shape), torch.randn(shape)) for _ in range(LAYERS)]
+    q = torch.randn(requests, HEADS.num_heads, new, HEADS.head_dim)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return best_ms(lambda: [attend(q, k, v, is_causal=new > 1, enable_gqa=True) for k, v in layers])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=len(__import__("os").sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rows", default="1,8,32,64,256")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
