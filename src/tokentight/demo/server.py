@@ -16,6 +16,8 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 LOG_TAIL_LINES = 20
+GRACE = 15.0  # seconds between SIGTERM and SIGKILL
+INTERRUPTED_GRACE = 3.0
 
 
 class ServerError(RuntimeError):
@@ -50,7 +52,7 @@ def running_server(
     """Run `command` until the block ends; enter it once `ready_path` on `port` answers 200.
 
     The server gets a process group of its own: SIGTERM on leaving, SIGKILL to the whole group
-    for what is left after 15 seconds.
+    for what is left after a while, which is short when the block was left by an exception.
 
     Raises:
         ServerError: with the last lines of the server's output.
@@ -69,8 +71,10 @@ def running_server(
         try:
             seconds = _wait_until_ready(process, port, ready_path, timeout, log)
             yield Server(port, process.pid, seconds)
-        finally:
-            _end(process)
+        except BaseException:
+            _end(process, INTERRUPTED_GRACE)
+            raise
+        _end(process, GRACE)
 
 
 def _wait_until_ready(
@@ -102,11 +106,11 @@ def _tail(log: Path) -> str:
     return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=15)
+            process.wait(timeout=grace)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
