@@ -86,7 +86,7 @@ def attention(threads: int) -> None:
         native = native_attention_ms(kernels, requests, new, context)
         peer = torch_attention_ms(requests, new, context)
         print(
-            f"{requests:>8} {new:>5} {context:>8} {native:>9.2f} {peer:>9.2f}"
+            f"{requests:>13} {new:>13} {context:>13} {native:>13.2f} {peer:>13.2f}"
             f" {peer / native:>13.2f}"
         )
 

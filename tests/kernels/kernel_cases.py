@@ -86,7 +86,8 @@ def run_attention(
 ) -> dict[int, Tensor]:
     """Outputs `[length, Hq * D]` per request.
 
-    A step lists `(request, number of tokens)` in batch order. Blocks lie in random order and every KV slot starts as NaN.
+    A step lists `(request, number of tokens)` in batch order. Blocks lie in random order and
+    every KV slot starts as NaN.
     """
     requests = sorted({request for step in steps for request, _ in step})
     width = -(-max(case.lengths) // block_size) + 1
