@@ -37,6 +37,9 @@ class ByteTokenizer:
     """One token a byte, and a BOS before a text."""
 
     is_byte_level = True
+    bos_token_id = BOS
+    eos_token_ids = (EOS,)
+    chat_template = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())

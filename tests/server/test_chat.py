@@ -113,3 +113,12 @@ def test_tokenize_and_back(service: RunningService) -> None:
     assert post(service, "/tokenize", prompt="a", add_special_tokens=False)["tokens"] == [97]
     assert post(service, "/tokenize", messages=[USER])["tokens"] == IDS
     assert post(service, "/detokenize", tokens=got["tokens"]) == {"prompt": "<bos>né"}
+
+
+def test_tokenizer_info(service: RunningService) -> None:
+    assert service.client.get("/tokenizer_info").json() == {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": None,
+        "chat_template": None,
+    }

@@ -109,6 +109,7 @@ def good_answer(real_service: RunningService) -> Any:
     return real_service.client.post("/v1/completions", json=GOOD).json()["choices"]
 
 
+@pytest.mark.ci
 @settings(
     max_examples=1000,
     deadline=None,

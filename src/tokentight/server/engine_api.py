@@ -18,6 +18,7 @@ from tokentight.engine.errors import (
 from tokentight.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from tokentight.engine.request import GenerationRequest
 from tokentight.engine.status import EngineInfo, EngineStats, EngineStatus
+from tokentight.models.chat_template import ChatTemplate
 from tokentight.sampling.params import SamplingParams
 
 __all__ = [
@@ -44,6 +45,15 @@ class ServingTokenizer(Protocol):
 
     @property
     def is_byte_level(self) -> bool: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -1,4 +1,7 @@
-"""`POST /tokenize` and `POST /detokenize`."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`.
+
+With these, lm_eval needs no tokenizer of its own.
+"""
 
 from __future__ import annotations
 
@@ -45,5 +48,20 @@ def tokenization_router(service: Service) -> APIRouter:
         check_token_ids("tokens", body.tokens, service.engine.info)
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
         return JsonResponse({"prompt": text})
+
+    @router.get("/tokenizer_info", response_model=None)
+    async def tokenizer_info() -> dict[str, Any]:
+        """The special tokens and the chat template, null where the model has none."""
+        bos, eos, template = (
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_ids,
+            tokenizer.chat_template,
+        )
+        return {
+            "bos_token": None if bos is None else token_name(tokenizer, bos),
+            "eos_token": token_name(tokenizer, eos[0]) if eos else None,
+            "pad_token": None,
+            "chat_template": None if template is None else template.source,
+        }
 
     return router
