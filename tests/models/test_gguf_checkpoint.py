@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_writing import write_gguf
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tiny_models import CASES, Pipeline, llama3_rope, prompt_of, tiny_model
 
 from tokentight.kernels.interface import Kernels
 from tokentight.models.checkpoint import expected_shapes, open_checkpoint
+from tokentight.models.config import ModelConfig
 from tokentight.models.errors import CheckpointError, UnsupportedModelError
 from tokentight.models.gguf_file import GgufFile
 
@@ -114,6 +119,13 @@ def test_dequantisation_is_that_of_the_format(tmp_path: Path, kind: str) -> None
         ]
     )
     np.testing.assert_allclose(actual[:6], expected, rtol=3e-7, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small") / "m.gguf"
+    write_gguf(path, tiny_model("Llama", num_hidden_layers=1), "llama")
+    return path
 
 
 def half(data: bytes, at: int) -> float:
@@ -288,6 +300,56 @@ class TestErrors:
             open_checkpoint(path)
         path = self.write(tmp_path, metadata=lambda writer: writer.add_uint16("split.count", 3))
         with pytest.raises(UnsupportedModelError, match="one of 3 parts; join them"):
+            open_checkpoint(path)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "said"),
+        [
+            ("llama.attention.head_count", [4, 2, 4], "differs from layer to layer"),
+            ("llama.block_count", "three", "is 'three'; it must be an integer"),
+            ("llama.context_length", None, "does not state llama.context_length"),
+            ("llama.attention.value_length", 8, "not as long as keys"),
+            ("llama.rope.dimension_count", 8, "partial_rotary_factor is 0.5"),
+            ("llama.rope.scaling.type", "longrope", "'longrope' is not supported"),
+            ("llama.rope.scaling.attn_factor", 0.7, "uses attn_factor, which is not supported"),
+            ("llama.rope.scaling.yarn_log_multiplier", 0.1, "uses yarn_log_multiplier"),
+            ("llama.attention.layer_norm_rms_epsilon", float("nan"), "rms_norm_eps is nan"),
+        ],
+    )
+    def test_metadata_that_is_not_served(
+        self, tmp_path: Path, key: str, value: object, said: str
+    ) -> None:
+        file = GgufFile.open(self.write(tmp_path))
+        metadata = {
+            **file.metadata,
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 2.0,
+            "llama.rope.scaling.original_context_length": 32,
+            key: value,
+        }
+        if value is None:
+            del metadata[key]
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        with pytest.raises(UnsupportedModelError, match=re.escape(said)):
+            ModelConfig.from_gguf(metadata, shapes)
+
+    def test_old_linear_scaling(self, tmp_path: Path) -> None:
+        path = self.write(
+            tmp_path, metadata=lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0)
+        )
+        rope = open_checkpoint(path).config.rope
+        assert (rope.rope_type, rope.factor) == ("linear", 4.0)
+
+    @given(data=st.data())
+    def test_damaged_heads_never_crash(self, small_gguf: Path, data: st.DataObject) -> None:
+        """Bytes of the head overwritten at random: a checkpoint or a clear error, nothing else."""
+        raw = bytearray(small_gguf.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            at = data.draw(st.integers(0, 1800))
+            raw[at] = data.draw(st.integers(0, 255))
+        path = small_gguf.with_name("damaged.gguf")
+        path.write_bytes(raw)
+        with contextlib.suppress(CheckpointError, UnsupportedModelError):
             open_checkpoint(path)
 
     def test_not_gguf(self, tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ class TestHub:
     ) -> None:
         asked: dict[str, Any] = {}
 
-        def snapshot(hub_id: str, allow_patterns: list[str]) -> str:
-            asked.update(hub_id=hub_id, patterns=allow_patterns)
+        def snapshot(hub_id: str, **patterns: list[str]) -> str:
+            asked.update(hub_id=hub_id, patterns=patterns)
             return str(tmp_path)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
@@ -152,12 +152,13 @@ class TestHub:
         assert asked["hub_id"] == "Qwen/Qwen3-8B"
         names = [
             "model.safetensors",
+            "tokenizer.json",
+            "consolidated.safetensors",
+            "onnx/model.safetensors",
             "pytorch_model.bin",
             "modeling_x.py",
-            "tokenizer.json",
-            "a.pt",
         ]
-        kept = huggingface_hub.utils.filter_repo_objects(names, allow_patterns=asked["patterns"])
+        kept = huggingface_hub.utils.filter_repo_objects(names, **asked["patterns"])
         assert list(kept) == ["model.safetensors", "tokenizer.json"]
 
     @pytest.mark.parametrize(

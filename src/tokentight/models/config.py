@@ -61,6 +61,10 @@ class ModelConfig:
         for name in (*sizes, "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise UnsupportedModelError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps >= 0):
+            raise UnsupportedModelError(
+                f"rms_norm_eps is {self.rms_norm_eps}; it must be a number not below 0"
+            )
         if self.heads.head_dim < 2 or self.heads.head_dim % 2:
             raise UnsupportedModelError(
                 f"head_dim is {self.heads.head_dim}; rotary embeddings need an even number"

@@ -22,10 +22,11 @@ from tokentight.models.checkpoint import (
 from tokentight.models.config import ModelConfig
 from tokentight.models.errors import CheckpointError
 from tokentight.models.gguf_config import gguf_architecture, with_frequency_factors
-from tokentight.models.gguf_file import GgufFile
+from tokentight.models.gguf_file import GgufFile, GgufTensor
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
+_DEQUANTISED_AT_ONCE = 1 << 18
 _ROPE_FACTORS = "rope_freqs.weight"
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -145,19 +146,32 @@ def _bytes(file: GgufFile, name: str) -> NDArray[np.uint8]:
 
 def _read(file: GgufFile, name: str) -> Tensor:
     """One tensor, dequantised to float32; bfloat16 stays."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
     shape = file.tensors[name].shape
     kind = _type_name(file, name)
     raw = _bytes(file, name)
     if kind == "bfloat16":
         return torch.from_numpy(raw.view("<i2").copy()).view(torch.bfloat16).reshape(shape)
     if kind in ("float32", "float16"):
-        values = raw.view("<f4" if kind == "float32" else "<f2")
+        values = raw.view("<f4" if kind == "float32" else "<f2").astype(np.float32, copy=True)
     else:
-        values = dequantize(raw, GGMLQuantizationType(file.tensors[name].type_id))
-    return torch.from_numpy(values.astype(np.float32, copy=True)).reshape(shape)
+        values = _dequantised(raw, file.tensors[name])
+    return torch.from_numpy(values).reshape(shape)
+
+
+def _dequantised(raw: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.float32]:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    columns = tensor.shape[-1]
+    kind = GGMLQuantizationType(tensor.type_id)
+    rows = raw.reshape(-1, raw.shape[-1])
+    values = np.empty((rows.shape[0], columns), dtype=np.float32)
+    step = max(1, _DEQUANTISED_AT_ONCE // columns)
+    for start in range(0, rows.shape[0], step):
+        # The package works on 16 rows at a time, which is slow for short ones: give it one long.
+        part = rows[start : start + step].reshape(1, -1)
+        values[start : start + step] = dequantize(part, kind).reshape(-1, columns)
+    return values
 
 
 def _halves_apart(tensor: Tensor, num_heads: int) -> Tensor:

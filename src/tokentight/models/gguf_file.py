@@ -143,6 +143,8 @@ class _Parser:
             item_kind, count = self._take("IQ")
             if item_kind in _SCALARS:
                 return list(self._take(f"{count}{_SCALARS[item_kind]}"))
+            if item_kind == _ARRAY:
+                raise CheckpointError("holds an array of arrays, which no supported model needs")
             return [self._value(item_kind) for _ in range(count)]
         return self._take(_SCALARS[kind])[0]
 

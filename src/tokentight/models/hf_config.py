@@ -13,6 +13,8 @@ from tokentight.models.errors import UnsupportedModelError
 from tokentight.models.rope import RopeConfig
 
 _MISTRAL_DEFAULT_WINDOW = 4096
+# Far above any model; a damaged file must not make us list billions of tensors.
+_MAX_LAYERS = 10_000
 _QWEN3_DEFAULT_HEAD_DIM = 128
 
 
@@ -40,7 +42,7 @@ def model_config_from_hf(
         vocab_size=_integer(config, "vocab_size"),
         hidden_size=_integer(config, "hidden_size"),
         intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
+        num_layers=_num_layers(config),
         heads=_heads(config, architecture),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=RopeConfig.from_hf(config),
@@ -77,6 +79,13 @@ def _integer(config: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def _num_layers(config: Mapping[str, Any]) -> int:
+    value = _integer(config, "num_hidden_layers")
+    if value > _MAX_LAYERS:
+        raise UnsupportedModelError(f"num_hidden_layers is {value}; at most {_MAX_LAYERS} are read")
+    return value
+
+
 def _heads(config: Mapping[str, Any], architecture: str) -> HeadShape:
     num_heads = _integer(config, "num_attention_heads")
     if num_heads < 1:
@@ -101,7 +110,7 @@ def _heads(config: Mapping[str, Any], architecture: str) -> HeadShape:
 
 def _layer_windows(config: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
     """Which layers see the last `sliding_window` positions alone, as transformers decides it."""
-    num_layers = _integer(config, "num_hidden_layers")
+    num_layers = _num_layers(config)
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
     if architecture == "MistralForCausalLM":

@@ -24,6 +24,8 @@ _HUB_PATTERNS = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# The same weights again in another layout, and other exports in folders of their own.
+_HUB_IGNORED = ("consolidated*", "*/*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -70,7 +72,13 @@ def _from_hub(hub_id: str) -> Path:
         f"{hub_id}`) and name the directory, or use a local directory or .gguf file"
     )
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_PATTERNS)))
+        return Path(
+            snapshot_download(
+                hub_id,
+                allow_patterns=list(_HUB_PATTERNS),
+                ignore_patterns=list(_HUB_IGNORED),
+            )
+        )
     except GatedRepoError as error:
         raise ModelNotFoundError(
             f"model {hub_id!r} is gated: accept its terms on the hub and log in with "
