@@ -4,7 +4,8 @@
 #   PYTHON=python3.12 make test      another interpreter
 #   PIP_ARGS="--index-url ..."       further arguments for pip, e.g. an index with CPU builds of torch
 #   TEST_ARGS="-k scheduler -x"      further arguments for pytest
-#   BENCH_ARGS="--quick"             further arguments for benchmarks/serving.py
+#   BENCH_ARGS="--quick"             further arguments for benchmarks/serving.py (minutes instead
+#                                    of about an hour)
 
 PYTHON ?= python3
 VENV ?= .venv
