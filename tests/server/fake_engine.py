@@ -165,6 +165,7 @@ class FakeEngine:
         self._fails_with = fails_with
         self._dies = dies
         self._open: dict[str, asyncio.Task[None]] = {}
+        self._streams: dict[str, FakeStream] = {}
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.status is EngineStatus.DEAD:
@@ -178,6 +179,7 @@ class FakeEngine:
         stream = FakeStream(lambda: self._abort(request.request_id))
         self.idle.clear()
         self.arrived.set()
+        self._streams[request.request_id] = stream
         self._open[request.request_id] = asyncio.create_task(self._run(request, stream))
         return stream
 
@@ -191,6 +193,7 @@ class FakeEngine:
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id, None)
+        self._streams.pop(request_id, None)
         if not self._open:
             self.idle.set()
 
@@ -265,3 +268,6 @@ class FakeEngine:
 
     async def shutdown(self) -> None:
         self.status = EngineStatus.DEAD
+        for request_id, stream in list(self._streams.items()):
+            self._open[request_id].cancel()
+            stream.fail(EngineDeadError("the engine was shut down"))

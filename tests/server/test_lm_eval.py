@@ -13,7 +13,7 @@ import pytest
 from running_service import RunningService
 
 pytest.importorskip("lm_eval", reason="comes with the extra `dev`")
-pytestmark = [pytest.mark.integration, pytest.mark.ci]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.ci]
 
 CHOICES = """
 task: choose

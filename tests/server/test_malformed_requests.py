@@ -26,6 +26,8 @@ BODIES = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 GOOD = {"prompt": "The good one", "max_tokens": 8, "seed": 5, "logprobs": 3, "echo": True}
 
 texts = st.text(max_size=20)
@@ -109,7 +111,6 @@ def good_answer(real_service: RunningService) -> Any:
     return real_service.client.post("/v1/completions", json=GOOD).json()["choices"]
 
 
-@pytest.mark.ci
 @settings(
     max_examples=1000,
     deadline=None,
