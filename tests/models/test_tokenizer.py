@@ -219,6 +219,10 @@ def test_tokens_one_by_one() -> None:
     assert (tokenizer.is_special(1), tokenizer.is_special(inst)) == (True, False)
     assert tokenizer.token_text(inst) == "[INST]"
     assert inst in tokenizer.encode("a[INST]b")
+    assert [i for i in range(tokenizer.vocab_size) if tokenizer.is_byte_token(i)] == list(
+        range(3, 3 + 256)
+    )
+    assert not any(map(of_gguf().is_byte_token, range(of_gguf().vocab_size)))
     assert not tokenizer.is_byte_level
     assert of_gguf().is_byte_level
 
@@ -329,6 +333,7 @@ def test_what_templates_may_use() -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0]['absent'] + 1 }}", "does not accept these messages"),
+        ("{{ 1 // 0 }}", "does not accept these messages"),
         ("{% for %}", "does not accept these messages"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),

@@ -57,8 +57,9 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        # Templates fail as Python does where a message lacks what they read.
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+        # A template is a program of the model's author, fed with a caller's data: it can fail in
+        # any way a program can.
+        except Exception as error:
             raise ChatTemplateError(
                 f"the model's chat template does not accept these messages: {error}"
             ) from error
