@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,7 +215,7 @@ def _is_byte_level(backend: Backend) -> bool:
 
 
 def _is_byte_fallback(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token) is not None
 
 
 def _byte_alphabet() -> dict[str, int]:
