@@ -220,7 +220,11 @@ def _environment() -> dict[str, str]:
     """This process's environment, with this very package first on the path."""
     root = str(Path(tokentight.__file__).parent.parent)
     known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": root if not known else os.pathsep.join([root, known])}
+    return {
+        "OMP_WAIT_POLICY": "passive",  # torch's idle threads must not spin against other stages
+        **os.environ,
+        "PYTHONPATH": root if not known else os.pathsep.join([root, known]),
+    }
 
 
 def _exit_reason(code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,14 @@ import msgspec
 import torch
 
 from tokentight.kernels.select import load_kernels
+from tokentight.kernels.selftest import ModelShapes, fit_kernels
 from tokentight.models.checkpoint import open_checkpoint
+from tokentight.models.config import ModelConfig
 from tokentight.models.decoder import DecoderStage
 from tokentight.models.partition import LayerRange
 from tokentight.pipeline.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -61,10 +66,33 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> LoadedStage
     kernels = load_kernels(spec.kernels, spec.num_threads, spec.device)
     # Native kernels have threads of their own; torch's would only compete with them.
     torch.set_num_threads(1 if kernels.name == "native" else spec.num_threads)
+    # The whole model's shapes, so that every stage comes to the same kernels.
+    kernels, self_test = fit_kernels(kernels, _shapes(checkpoint.config, spec.block_size))
+    logger.log(logging.INFO if self_test.holds else logging.WARNING, self_test.summary())
     decoder = DecoderStage.load(checkpoint, spec.layers, kernels, spec.max_model_len, progress)
     decoder.allocate_kv(spec.num_blocks, spec.block_size)
     return LoadedStage(
         stage=Stage(decoder, kernels, spec.block_size),
         kernels_name=kernels.name,
-        promise_holds=True,
+        promise_holds=self_test.holds,
+    )
+
+
+def _shapes(model: ModelConfig, block_size: int) -> ModelShapes:
+    heads, hidden = model.heads, model.hidden_size
+    query_size = heads.num_heads * heads.head_dim
+    key_value_size = heads.num_kv_heads * heads.head_dim
+    return ModelShapes(
+        hidden_size=hidden,
+        intermediate_size=model.intermediate_size,
+        heads=heads,
+        block_size=block_size,
+        matrices=(
+            (query_size + 2 * key_value_size, hidden),
+            (hidden, query_size),
+            (2 * model.intermediate_size, hidden),
+            (hidden, model.intermediate_size),
+            (model.vocab_size, hidden),
+        ),
+        weight_dtype=model.weight_dtype,
     )
