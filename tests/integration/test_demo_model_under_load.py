@@ -17,7 +17,12 @@ from tokentight.models.demo_model import demo_model_path
 from tokentight.models.errors import DemoModelError
 from tokentight.sampling.params import SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ci,
+    pytest.mark.integration,
+    pytest.mark.timeout(1200),
+]
 
 
 @pytest.fixture(scope="module")

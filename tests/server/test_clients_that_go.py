@@ -58,7 +58,7 @@ def test_a_client_that_leaves_aborts_all_its_choices(serve: Any, stream: bool, n
 
 def test_a_client_that_stops_reading_is_given_up(serve: Any) -> None:
     engine = FakeEngine(max_model_len=10**6)
-    service = serve(engine, send_timeout_s=1.0)
+    service = serve(engine, client_timeout_s=1.0)
     body = {"prompt": "a", "max_tokens": 900_000, "stream": True, "logprobs": 20}
     with send(service.port, body, receive_buffer=4096):
         assert engine.arrived.wait(30)
@@ -89,3 +89,17 @@ def test_a_slow_client_gets_all_of_it_in_fewer_chunks(serve: Any) -> None:
     request = GenerationRequest("", (97,), SamplingParams())
     assert text == output_bytes(request, number).decode("utf-8", "replace")
     assert max(len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in chunks) > 100
+
+
+def test_a_body_that_stops_coming_is_answered_408(serve: Any) -> None:
+    service = serve(FakeEngine(), client_timeout_s=0.5)
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as client:
+        client.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            'Content-Length: 100\r\n\r\n{"prompt":'.encode()
+        )
+        answer = b""
+        while received := client.recv(65536):
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"code":"body_timeout"' in answer

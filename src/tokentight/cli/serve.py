@@ -124,10 +124,10 @@ def serve(
         str,
         typer.Option(metavar="SIZE", help="Largest request body; a larger one is answered 413."),
     ] = str(_SERVER.max_body_bytes),
-    send_timeout: Annotated[
+    client_timeout: Annotated[
         float,
-        typer.Option(help="Seconds after which a client that reads nothing is given up."),
-    ] = _SERVER.send_timeout_s,
+        typer.Option(help="Seconds after which a client that neither reads nor sends is given up."),
+    ] = _SERVER.client_timeout_s,
     drain_timeout: Annotated[
         float,
         typer.Option(help="Seconds that open requests have to finish after the signal to stop."),
@@ -174,7 +174,7 @@ def serve(
             served_model_names=tuple(served_model_name or ()),
             api_keys=tuple(api_key or ()),
             max_body_bytes=_bytes(max_body_size),
-            send_timeout_s=send_timeout,
+            client_timeout_s=client_timeout,
             drain_timeout_s=drain_timeout,
         )
     except (ConfigError, ServerConfigError) as error:

@@ -50,7 +50,9 @@ def create_app(engine: ServingEngine, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(ClientGoneError, _note_client_gone)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(
+        BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.client_timeout_s
+    )
     if config.api_keys:
         app.add_middleware(ApiKeys, keys=config.api_keys)
     app.add_middleware(RequestContext, engine=engine)

@@ -41,7 +41,7 @@ def chat_router(service: Service) -> APIRouter:
         check_length("messages", prompt, max_tokens, service.engine.info, param)
         chat = _ChatCompletion(service, body, model, prompt, max_tokens)
         if body.stream:
-            return EventStream(chat.events(), chat.abort, service.config.send_timeout_s)
+            return EventStream(chat.events(), chat.abort, service.config.client_timeout_s)
         try:
             return JsonResponse(await until_disconnect(request.receive, chat.whole()))
         finally:

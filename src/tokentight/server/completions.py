@@ -38,7 +38,9 @@ def completions_router(service: Service) -> APIRouter:
         prompts = await _checked_prompts(service, body)
         completion = _Completion(service, body, model, prompts)
         if body.stream:
-            return EventStream(completion.events(), completion.abort, service.config.send_timeout_s)
+            return EventStream(
+                completion.events(), completion.abort, service.config.client_timeout_s
+            )
         try:
             return JsonResponse(await until_disconnect(request.receive, completion.whole()))
         finally:

@@ -16,8 +16,8 @@ class ServerConfig:
     `port` 0 takes a free one. `served_model_names` empty means the model as it was given; the
     first is the one that responses carry. With `api_keys`, every endpoint but `/health`,
     `/ready`, `/version` and `/metrics` wants one of them as bearer token. `max_choices` bounds
-    prompts times `n` of one HTTP request. A client that takes nothing for `send_timeout_s`
-    seconds is gone. Requests still open `drain_timeout_s` seconds after the first signal to stop
+    prompts times `n` of one HTTP request. A client that takes or sends nothing for
+    `client_timeout_s` seconds while it is its turn is given up. Requests still open `drain_timeout_s` seconds after the first signal to stop
     are aborted.
 
     Raises:
@@ -30,7 +30,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_body_bytes: int = 16 * 1024 * 1024
     max_choices: int = 1024
-    send_timeout_s: float = 60.0
+    client_timeout_s: float = 60.0
     drain_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class ServerConfig:
             raise ServerConfigError("served_model_names must not contain an empty name")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise ServerConfigError("an API key must be printable ASCII and not empty")
-        for name in ("max_body_bytes", "max_choices", "send_timeout_s", "drain_timeout_s"):
+        for name in ("max_body_bytes", "max_choices", "client_timeout_s", "drain_timeout_s"):
             value = getattr(self, name)
             if not value > 0:
                 raise ServerConfigError(f"{name} is {value}; it must be greater than 0")

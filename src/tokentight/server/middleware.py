@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -97,11 +98,13 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Answers 413 to a body that says it is too large, or turns out to be."""
+    """Answers 413 to a body that says it is too large, or turns out to be, and 408 to one that
+    stops coming for `timeout_s` seconds."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,25 +114,40 @@ class BodyLimit:
         if announced.isdigit() and (
             len(announced) > len(str(self._max_bytes)) or int(announced) > self._max_bytes
         ):
-            await self._refusal().response()(scope, receive, send)
+            await self._too_large().response()(scope, receive, send)
             return
-        received = 0
+        num_bytes = 0
+        is_complete = False
 
         async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._refusal()
+            nonlocal num_bytes, is_complete
+            if is_complete:  # what comes now is the news that the client has gone
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._timeout_s)
+            except asyncio.TimeoutError:
+                raise self._stalled() from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._too_large()
+            is_complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, receive_limited, send)
 
-    def _refusal(self) -> ApiError:
+    def _too_large(self) -> ApiError:
         return ApiError(
             413,
             f"the request's body is larger than {self._max_bytes} bytes, the limit of this server",
             code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+    def _stalled(self) -> ApiError:
+        return ApiError(
+            408,
+            f"the request's body stopped coming for {self._timeout_s:g} s",
+            code="body_timeout",
             headers={"Connection": "close"},
         )
 

@@ -86,7 +86,7 @@ def bound_socket(config: ServerConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # The kernel drops those whose peer takes nothing any more.
-            milliseconds = int(config.send_timeout_s * 1000)
+            milliseconds = int(config.client_timeout_s * 1000)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listener.bind(address)
         listener.listen(2048)
@@ -115,7 +115,7 @@ async def _serve(start_engine: StartEngine, config: ServerConfig, listener: sock
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, int(config.send_timeout_s)),
+            timeout_graceful_shutdown=max(1, int(config.client_timeout_s)),
         )
     )
     stop = asyncio.Event()
