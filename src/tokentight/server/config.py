@@ -17,8 +17,8 @@ class ServerConfig:
     first is the one that responses carry. With `api_keys`, every endpoint but `/health`,
     `/ready`, `/version` and `/metrics` wants one of them as bearer token. `max_choices` bounds
     prompts times `n` of one HTTP request. A client that takes or sends nothing for
-    `client_timeout_s` seconds while it is its turn is given up. Requests still open `drain_timeout_s` seconds after the first signal to stop
-    are aborted.
+    `client_timeout_s` seconds while it is its turn is given up. Requests still open
+    `drain_timeout_s` seconds after the first signal to stop are ended.
 
     Raises:
         ServerConfigError: naming the setting, its value and what is allowed.
