@@ -73,13 +73,13 @@ def served(engine: ServedEngine) -> Engine:
 
 
 def offline_transformers(model: Path) -> Engine:
-    """`transformers` with its continuous batching, in a process of its own per workload."""
+    """`transformers` in a process of its own per workload, without HTTP."""
     script = Path(__file__).with_name("transformers_peer.py")
 
     def run(workloads: Sequence[Workload]) -> Iterator[Measurement]:
         for workload in workloads:
             result = subprocess.run(
-                [sys.executable, str(script), str(model), "continuous"],
+                [sys.executable, str(script), str(model)],
                 input=to_json(workload),
                 capture_output=True,
                 text=True,

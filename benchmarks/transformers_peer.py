@@ -1,8 +1,8 @@
 """`transformers` as a peer: one workload, in a process of its own, offline (no HTTP).
 
-Reads a workload as JSON from standard input and prints a measurement as JSON. `continuous` is the
-library's own continuous batching; `padded` is `generate` on left-padded batches of at most the
-workload's concurrency, which runs every request of a batch to the batch's longest output.
+Reads a workload as JSON from standard input and prints a measurement as JSON. Requests one at a
+time go through plain `generate`, which is faster for that; others through the library's own
+continuous batching.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation import BaseStreamer
 
 from workload import Workload, from_json
 
@@ -23,12 +24,13 @@ RESULT_TIMEOUT = 600
 
 
 def continuous(model: AutoModelForCausalLM, workload: Workload) -> dict[str, object]:
-    """Continuous batching; the library takes all requests at once and bounds the batch itself."""
+    """Continuous batching, with as many requests open as the workload allows."""
     config = GenerationConfig(do_sample=False, eos_token_id=NO_TOKEN, max_new_tokens=128)
     manager = model.init_continuous_batching(generation_config=config)
     manager.start()
     try:
-        _finish(manager, [manager.add_request([300] * 16, max_new_tokens=2)])
+        manager.add_request([300] * 16, max_new_tokens=2)
+        _next(manager)  # what the first request waits for is no part of the measurement
         waiting = list(workload.requests)[::-1]
         timings: list[list[float]] = []
         sent: dict[str, float] = {}
@@ -50,28 +52,34 @@ def continuous(model: AutoModelForCausalLM, workload: Workload) -> dict[str, obj
     return {"seconds": seconds, "timings": timings}
 
 
-def padded(model: AutoModelForCausalLM, workload: Workload) -> dict[str, object]:
-    """Left-padded batches, one after the other."""
+class TokenClock(BaseStreamer):
+    """Notes when each token comes out of `generate`, which first puts the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:  # noqa: ARG002
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+def one_by_one(model: AutoModelForCausalLM, workload: Workload) -> dict[str, object]:
+    """Plain `generate`, one request after the other."""
+    timings: list[list[float]] = []
     began = time.perf_counter()
-    for start in range(0, len(workload.requests), workload.concurrency):
-        batch = workload.requests[start : start + workload.concurrency]
-        width = max(len(r.prompt) for r in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(batch):
-            ids[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
-            mask[row, width - len(request.prompt) :] = 1
-        longest = max(r.num_output_tokens for r in batch)
+    for request in workload.requests:
         config = GenerationConfig(
-            do_sample=False, eos_token_id=NO_TOKEN, pad_token_id=0, max_new_tokens=longest
+            do_sample=False, pad_token_id=0, max_new_tokens=request.num_output_tokens
         )
-        model.generate(ids, attention_mask=mask, generation_config=config)
-    return {"seconds": time.perf_counter() - began, "timings": []}
-
-
-def _finish(manager: object, names: list[str]) -> None:
-    for _ in names:
-        _next(manager)
+        ids = torch.tensor([request.prompt])
+        clock, sent = TokenClock(), time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock
+        )
+        timings.append([sent, *clock.times[1:]])
+    return {"seconds": time.perf_counter() - began, "timings": timings}
 
 
 def _next(manager: object) -> object:
@@ -88,13 +96,13 @@ def _next(manager: object) -> object:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("mode", choices=["continuous", "padded"])
     arguments = parser.parse_args()
     workload = from_json(sys.stdin.read())
     model = AutoModelForCausalLM.from_pretrained(
         arguments.model, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
-    measure = continuous if arguments.mode == "continuous" else padded
+    model.generation_config.eos_token_id = None
+    measure = one_by_one if workload.concurrency == 1 else continuous
     with torch.inference_mode():
         print(json.dumps(measure(model, workload)))
 
