@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+MAX_TIMEOUT_S = 10**6
+
+
 class ServerConfigError(ValueError):
     """A setting of the service out of range; the message names it."""
 
@@ -42,7 +45,11 @@ class ServerConfig:
             raise ServerConfigError("served_model_names must not contain an empty name")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise ServerConfigError("an API key must be printable ASCII and not empty")
-        for name in ("max_body_bytes", "max_choices", "client_timeout_s", "drain_timeout_s"):
+        for name in ("max_body_bytes", "max_choices"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ServerConfigError(f"{name} is {value}; it must be greater than 0")
+            if value < 1:
+                raise ServerConfigError(f"{name} is {value}; it must be at least 1")
+        for name in ("client_timeout_s", "drain_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value <= MAX_TIMEOUT_S:
+                raise ServerConfigError(f"{name} is {value}; it must be in (0, {MAX_TIMEOUT_S}]")
