@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
 MAX_TIMEOUT_S = 10**6
 
 
