@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentight.cache_dir import CacheDirError, cache_dir
+from tokentight.cache_dir import CacheDirError, cache_directory
 
 
 @pytest.mark.parametrize(
@@ -31,19 +31,20 @@ def test_where_it_is(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name, value in environment.items():
         monkeypatch.setenv(name, str(tmp_path / value))
-    assert cache_dir() == tmp_path / expected
-    assert stat.S_IMODE(os.stat(cache_dir()).st_mode) == 0o700
+    directory = cache_directory("things")
+    assert directory == tmp_path / expected / "things"
+    assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
 
 
 def test_it_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOKENTIGHT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CacheDirError, match=r"cannot be created .* set TOKENTIGHT_CACHE_DIR"):
-        cache_dir()
+    with pytest.raises(CacheDirError, match=r"cannot be made .* set TOKENTIGHT_CACHE_DIR"):
+        cache_directory("things")
 
 
 def test_it_belongs_to_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENTIGHT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
-    with pytest.raises(CacheDirError, match=r"belongs to user id .* of your own"):
-        cache_dir()
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    with pytest.raises(CacheDirError, match=r"belongs to another user .* of your own"):
+        cache_directory("things")

@@ -17,7 +17,7 @@ from kernel_cases import native
 
 import tokentight
 from tokentight.kernels import compile as kernel_compile
-from tokentight.kernels.compile import cache_dir, native_library
+from tokentight.kernels.compile import native_library
 from tokentight.kernels.errors import NativeUnavailable
 from tokentight.kernels.library import ThreadPool, load_library
 from tokentight.kernels.native import NativeKernels
@@ -81,17 +81,6 @@ def test_two_first_starts_at_once_compile_once(
     assert len(set(found)) == 1
     assert log.read_text() == "x\n"
     assert found[0].is_relative_to(cache)
-
-
-def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENTIGHT_CACHE_DIR", "/some/where")
-    assert cache_dir() == Path("/some/where")
-    monkeypatch.delenv("TOKENTIGHT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_dir() == Path("/xdg/tokentight")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative is not valid")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cache_dir() == Path("/home/me/.cache/tokentight")
 
 
 @pytest.mark.usefixtures("cache")

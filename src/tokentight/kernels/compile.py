@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -12,9 +11,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from tokentight.cache_dir import CacheDirError, cache_directory, locked, not_writable
 from tokentight.kernels.errors import NativeUnavailable
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
@@ -31,23 +31,6 @@ BASE_FLAGS = (
 COMPILE_TIMEOUT_S = 300
 
 
-def cache_dir() -> Path:
-    """`$TOKENTIGHT_CACHE_DIR`, else `$XDG_CACHE_HOME/tokentight`, else `~/.cache/tokentight`."""
-    own = os.environ.get("TOKENTIGHT_CACHE_DIR")
-    if own:
-        return Path(own)
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    if xdg and os.path.isabs(xdg):
-        return Path(xdg) / "tokentight"
-    try:
-        return Path.home() / ".cache" / "tokentight"
-    except RuntimeError as error:
-        raise NativeUnavailable(
-            "there is no home directory to cache the compiled kernels in; "
-            "set TOKENTIGHT_CACHE_DIR to a directory of your own"
-        ) from error
-
-
 def native_library(extra_flags: Sequence[str] = ()) -> Path:
     """Path of the compiled shared library, compiling it first where the cache does not have it.
 
@@ -57,14 +40,16 @@ def native_library(extra_flags: Sequence[str] = ()) -> Path:
     version = _compiler_version(compiler)
     flags = (*BASE_FLAGS, _cpu_flag(), *extra_flags)
     key = _key(compiler, version, flags)
-    directory = cache_dir() / "kernels"
-    _claim_directory(directory)
-    library = directory / f"tokentight-{key}.so"
-    if _is_trusted_file(library):
-        return library
-    with _lock(directory):
-        if not _is_trusted_file(library):
-            _compile(compiler, flags, library)
+    try:
+        directory = cache_directory("kernels")
+        library = directory / f"tokentight-{key}.so"
+        if _is_trusted_file(library):
+            return library
+        with locked(directory):
+            if not _is_trusted_file(library):
+                _compile(compiler, flags, library)
+    except CacheDirError as error:
+        raise NativeUnavailable(str(error)) from error
     return library
 
 
@@ -124,33 +109,6 @@ def _key(compiler: list[str], version: str, flags: Sequence[str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _claim_directory(directory: Path) -> None:
-    """Code is loaded from here: it must be ours, and nobody else's to write."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
-    except OSError as error:
-        raise NativeUnavailable(
-            f"the cache directory {directory} cannot be made ({error.strerror or error}); "
-            "set TOKENTIGHT_CACHE_DIR to a writable directory of your own"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise NativeUnavailable(
-            f"the cache directory {directory} is not a directory (a link, perhaps); "
-            "remove it or set TOKENTIGHT_CACHE_DIR"
-        )
-    if found.st_uid != os.geteuid():
-        raise NativeUnavailable(
-            f"the cache directory {directory} belongs to another user (uid {found.st_uid}); "
-            "set TOKENTIGHT_CACHE_DIR to a directory of your own"
-        )
-    if found.st_mode & 0o022:
-        raise NativeUnavailable(
-            f"others may write to the cache directory {directory} "
-            f"(mode {stat.S_IMODE(found.st_mode):o}); run `chmod 700 {directory}`"
-        )
-
-
 def _is_trusted_file(library: Path) -> bool:
     try:
         found = library.lstat()
@@ -160,32 +118,13 @@ def _is_trusted_file(library: Path) -> bool:
     return ours and stat.S_ISREG(found.st_mode)
 
 
-@contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    try:
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise NativeUnavailable(
-            f"the cache directory {directory} cannot be written ({error.strerror}); "
-            "set TOKENTIGHT_CACHE_DIR to a writable directory of your own"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _compile(compiler: list[str], flags: Sequence[str], library: Path) -> None:
     sources = [str(path) for path in sorted(SOURCE_DIR.glob("*.c"))]
     try:
         descriptor, name = tempfile.mkstemp(suffix=".tmp", dir=library.parent)
         os.close(descriptor)
     except OSError as error:
-        raise NativeUnavailable(
-            f"the cache directory {library.parent} cannot be written ({error.strerror}); "
-            "set TOKENTIGHT_CACHE_DIR to a writable directory of your own"
-        ) from error
+        raise not_writable(library.parent, error) from error
     try:
         done = subprocess.run(
             [*compiler, *flags, "-o", name, *sources, "-lm"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -11,11 +10,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from tokentight.cache_dir import cache_dir
+from tokentight.cache_dir import cache_directory, locked
 from tokentight.models.errors import DemoModelError
 
 DEMO_MODEL_ALIAS = "smollm2-135m"
@@ -34,12 +31,11 @@ def demo_model_path() -> Path:
     Raises:
         DemoModelError: when it cannot be fetched or is not what it should be.
     """
-    directory = cache_dir() / "models"
+    directory = cache_directory("models")
     target = directory / Path(_MEMBER).name
     if target.exists():
         return target
-    directory.mkdir(mode=0o700, exist_ok=True)
-    with _locked(directory / "demo-model.lock"):
+    with locked(directory):
         if not target.exists():
             _fetch(target)
     return target
@@ -99,11 +95,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold `path` as a lock among processes; it is let go with the process that holds it."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
