@@ -46,12 +46,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 async def _start_engine(config: EngineConfig) -> ServingEngine:
     from tokentight.engine.async_engine import AsyncEngine
+    from tokentight.kernels.errors import NativeUnavailable
     from tokentight.models.errors import DemoModelError
     from tokentight.pipeline.interface import PipelineStartError
+    from tokentight.server.loading import loading_bar
 
+    expected = (ValueError, OSError, MemoryError, DemoModelError, NativeUnavailable)
     try:
-        return await AsyncEngine.start(config)
-    except (ValueError, OSError, MemoryError, DemoModelError, PipelineStartError) as error:
+        with loading_bar() as progress:
+            return await AsyncEngine.start(config, progress)
+    except (*expected, PipelineStartError) as error:
         raise StartError(f"the engine did not start: {error}") from error
 
 
