@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ Corruption = Callable[[StepPlan], StepPlan]
 
 
 def a_step() -> tuple[StepPlan, list[ScheduledRequest], BlockPool]:
-    """Three requests in one step: a decode, a prefill that is sampled, a chunk that is scored."""
+    """Three requests in one step, all sampled: a decode, a prefill, a prefill that is scored."""
     pool = BlockPool(32, BLOCK_SIZE, enable_prefix_caching=True)
     rows = BatchRows(8, 16)
     scheduler = Scheduler(SchedulerLimits(8, 20, 1), pool, rows)
@@ -79,6 +79,36 @@ def write_where_row_2_writes(plan: StepPlan) -> StepPlan:
     return replace(plan, slots=changed(plan.slots, 3, plan.slots[12]))
 
 
+def with_sampling_rows(plan: StepPlan, rows: list[int]) -> StepPlan:
+    """The plan with only these rows of its sampling plan (they may repeat)."""
+    sampling = plan.sampling
+    ragged = {}
+    for name in ("bias_token_ids", "bias_values", "history_token_ids"):
+        starts = getattr(sampling, f"{name.split('_')[0]}_starts")
+        parts = [getattr(sampling, name)[starts[row] : starts[row + 1]] for row in rows]
+        ragged[name] = np.concatenate(parts)
+        lengths = [len(part) for part in parts]
+        ragged[f"{name.split('_')[0]}_starts"] = np.cumsum([0, *lengths], dtype=np.int32)
+    columns = {
+        field.name: getattr(sampling, field.name)[rows]
+        for field in fields(sampling)
+        if field.name not in ragged
+    }
+    return replace(plan, sampling=replace(sampling, **columns, **ragged))
+
+
+def drop_sampled_row(plan: StepPlan) -> StepPlan:
+    return with_sampling_rows(plan, [0, 2])
+
+
+def sample_row_twice(plan: StepPlan) -> StepPlan:
+    return with_sampling_rows(plan, [0, 1, 1, 2])
+
+
+def without_last(name: str) -> Corruption:
+    return lambda plan: replace(plan, **{name: getattr(plan, name)[:-1]})
+
+
 def test_a_sound_plan_passes() -> None:
     plan, scheduled, pool = a_step()
     assert audit(plan, scheduled, pool) == []
@@ -105,6 +135,21 @@ def test_a_sound_plan_passes() -> None:
         (in_sampling("num_logprobs", 1, 0), {1}, "parameters"),
         (in_sampling("bias_values", 0, 2.0), {0}, "logit bias"),
         (in_sampling("history_token_ids", 4, 9), {0}, "token history"),
+        (in_sampling("history_prompt_lens", 0, 8), {0}, "said to hold 8 prompt tokens"),
+        (in_sampling("history_prompt_lens", 1, 8), {1}, "history was not asked for"),
+        (in_sampling("bias_token_ids", 0, 4), {0}, "logit bias"),
+        (in_sampling("choice", 1, 1), {1}, "parameters"),
+        (in_sampling("top_k", 1, 1), {1}, "parameters"),
+        (in_sampling("top_p", 1, 0.5), {1}, "parameters"),
+        (in_sampling("min_p", 1, 0.5), {1}, "parameters"),
+        (in_sampling("repetition_penalty", 0, 1), {0}, "parameters"),
+        (in_sampling("presence_penalty", 0, 1), {0}, "parameters"),
+        (in_sampling("frequency_penalty", 0, 1), {0}, "parameters"),
+        (in_plan("scored_num_logprobs", 2, 0), {2}, "prompt logprobs"),
+        (in_plan("block_tables", (0, 0), 31), {0}, "block table"),
+        (in_plan("block_tables", (0, 0), -1), {0}, "block table"),
+        (in_plan("block_tables", (0, 0), 99), {0}, "block table"),
+        (drop_sampled_row, {1}, "would not be sampled"),
     ],
 )
 def test_every_planted_corruption_is_caught(corrupt: Corruption, hit: set[int], what: str) -> None:
@@ -114,11 +159,60 @@ def test_every_planted_corruption_is_caught(corrupt: Corruption, hit: set[int], 
     assert what in violations[0].what
 
 
-def test_a_dropped_token_condemns_the_whole_plan() -> None:
-    """A plan whose rows do not add up tells nothing reliable about any of them."""
+@pytest.mark.parametrize(
+    ("corrupt", "what"),
+    [
+        (without_last("token_ids"), "the plan holds 18 tokens"),
+        (without_last("context_lens"), "rows"),
+        (without_last("block_tables"), "rows"),
+        (without_last("scored_targets"), "scores 7 prompt tokens, not 8"),
+        (without_last("scored_num_logprobs"), "prompt tokens"),
+        (in_plan("query_starts", 1, 2), "rows"),
+        (in_sampling("bias_starts", 2, 0), "fit together"),
+        (in_sampling("history_starts", 1, 12), "fit together"),
+        (in_sampling("token_indices", 1, 19), "outside the plan"),
+        (in_sampling("token_indices", 0, -1), "outside the plan"),
+        (sample_row_twice, "sampled twice"),
+    ],
+)
+def test_a_plan_that_does_not_add_up_is_condemned_whole(corrupt: Corruption, what: str) -> None:
+    """It tells nothing reliable about any of its rows."""
     plan, scheduled, pool = a_step()
-    short = replace(plan, token_ids=plan.token_ids[:-1])
-    assert len(audit(short, scheduled, pool)) == 3
+    violations = audit(corrupt(plan), scheduled, pool)
+    assert len(violations) == 3
+    assert what in violations[0].what
+
+
+def test_every_field_of_a_plan_is_audited() -> None:
+    """No array of a plan can be changed unnoticed, so a new field cannot be forgotten."""
+    plan, scheduled, pool = a_step()
+    for owner, corruption in ((plan, in_plan), (plan.sampling, in_sampling)):
+        for field in fields(owner):
+            array = getattr(owner, field.name)
+            if isinstance(array, np.ndarray):
+                for index in np.ndindex(array.shape):
+                    corrupted = corruption(field.name, index, array[index] + 1)(plan)
+                    assert audit(corrupted, scheduled, pool), f"{field.name}{index}"
+
+
+def test_a_token_sampled_too_early_is_caught() -> None:
+    """As after a chunk that ends before the request's last token."""
+    plan, scheduled, pool = a_step()
+    scheduled[2].request.ledger.append(5)
+    violations = audit(plan, scheduled, pool)
+    assert [v.request_number for v in violations] == [scheduled[2].request.number]
+    assert "sampled too early" in violations[0].what
+
+
+def test_reading_a_block_that_another_request_may_write_is_caught() -> None:
+    """Even where the request's own list names it, as a wrong prefix lookup would make it."""
+    plan, scheduled, pool = a_step()
+    decode, other = scheduled[0].request, scheduled[1].request
+    decode.block_ids[0] = other.block_ids[0]
+    corrupted = replace(plan, block_tables=changed(plan.block_tables, (0, 0), other.block_ids[0]))
+    violations = audit(corrupted, scheduled, pool)
+    assert [v.request_number for v in violations] == [decode.number]
+    assert "another request's" in violations[0].what
 
 
 def test_a_block_used_by_two_requests_is_caught() -> None:
@@ -131,7 +225,7 @@ def test_a_block_used_by_two_requests_is_caught() -> None:
     corrupted = replace(plan, block_tables=tables, slots=changed(plan.slots, slice(1, 10), slots))
     violations = audit(corrupted, scheduled, pool)
     assert [v.request_number for v in violations] == [thief.number]
-    assert "not this request's alone" in violations[0].what
+    assert "another request's" in violations[0].what
 
 
 def test_a_block_both_used_and_free_is_caught() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -109,6 +110,24 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_tails_before_heads(
     pool.allocate(1, 2)
     assert pool.find_prefix(tokens_of(1, 1, 2, 2, 0), "") == old[:1]
     assert pool.find_prefix(tokens_of(3, 3, 4, 4, 0), "") == new
+
+
+@given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12))
+def test_blocks_cached_one_by_one_are_found_as_if_cached_at_once(
+    first: list[int], second: list[int]
+) -> None:
+    """Also where some of them stay private because equal ones are cached already."""
+    found = []
+    for one_by_one in (False, True):
+        pool = BlockPool(16, BLOCK_SIZE, enable_prefix_caching=True)
+        for holder, tokens in enumerate((first, second)):
+            ends = range(0, len(tokens) + 1, BLOCK_SIZE)
+            block_ids = pool.allocate(len(tokens) // BLOCK_SIZE, holder)
+            for end in ends if one_by_one else ends[-1:]:
+                pool.cache(block_ids, tokens_of(*tokens[:end]), "")
+        found.append([pool.find_prefix(tokens_of(*tokens, 9), "") for tokens in (first, second)])
+    assert found[0] == found[1]
+    assert len(found[0][1]) == len(second) // BLOCK_SIZE
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

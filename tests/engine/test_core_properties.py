@@ -150,6 +150,29 @@ def test_stages_share_the_requests_evenly() -> None:
     assert [plan.num_rows for plan in run.pipeline.plans[-4:]] == [4, 4, 4, 4]
 
 
+def test_stages_share_the_requests_evenly_while_others_wait_for_blocks() -> None:
+    """Requests that no block is free for take no part in the division: else one plan would hold
+    everybody and the stages would take turns."""
+    run = Run(Sizes(num_stages=2, num_blocks=128, max_num_seqs=32, max_num_batched_tokens=2048))
+    for token_id in range(40):
+        run.add(Load(tuple([token_id] * 44), SamplingParams(max_tokens=20)))
+    for _ in range(20):
+        run.step()
+    assert run.core.stats().num_requests_waiting > 20
+    assert {plan.num_rows for plan in run.pipeline.plans} <= {4, 5, 6}
+
+
+def test_a_prompt_of_many_chunks_keeps_the_blocks_of_those_to_come() -> None:
+    """Room was found for all of it when it was admitted; a newcomer must not be given that room
+    and then lose it again."""
+    run = Run(Sizes(num_stages=2, num_blocks=16, max_num_batched_tokens=8))
+    run.add(Load(tuple([1] * 50), SamplingParams(max_tokens=1)))
+    run.add(Load(tuple([2] * 50), SamplingParams(max_tokens=1)))
+    while run.core.has_work:
+        run.step()
+    assert run.core.stats().num_preemptions == 0
+
+
 def test_an_engine_that_keeps_losing_stages_gives_up_and_says_why() -> None:
     run = Run(Sizes(), losing=lambda _: True, max_stage_restarts=3)
     run.add(Load((1, 2, 3), SamplingParams(max_tokens=3)))

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tokentight.engine.block_pool import BlockPool
-from tokentight.engine.request import Request
+from tokentight.engine.batch import NO_BLOCK
+from tokentight.engine.block_pool import NO_OWNER, BlockPool
+from tokentight.engine.sampling_audit import malformed_sampling, wrong_sampling
 from tokentight.engine.scheduler import ScheduledRequest
-from tokentight.pipeline.plan import I32, NO_LOGPROBS, StepPlan
+from tokentight.pipeline.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +35,47 @@ def audit(
 
     Checked for every request: token ids and positions against the ledger, contiguous from the
     computed count; the block table against the request's blocks; slots written against blocks
-    that this request alone may write; that no block written or read is free; the token that is
-    sampled, with its parameters; the prompt tokens that are scored.
+    that this request alone may write; that no block it uses is free or may be written by another;
+    the token that is sampled, with its parameters; the prompt tokens that are scored. Of the
+    plan's fields only `step` and `epoch` have nothing here to be compared with: the stages and
+    the driver check them.
     """
-    shape = _shape_violation(plan, scheduled)
-    if shape is not None:
-        return [Violation(entry.request.number, shape) for entry in scheduled]
+    malformed = _malformed(plan, scheduled) or malformed_sampling(plan)
+    if malformed is not None:
+        return [Violation(entry.request.number, malformed) for entry in scheduled]
+    sampling, scoring = wrong_sampling(plan, scheduled), _wrong_scoring(plan, scheduled)
+    foreign = _rows_with_foreign_blocks(plan, scheduled, pool)
     violations: list[Violation] = []
-    writers: dict[int, int] = {}
-    sampled = _sampled_rows(plan)
-    num_scored = 0
     for row, entry in enumerate(scheduled):
-        request = entry.request
         what = (
             _wrong_tokens(plan, row, entry)
-            or _wrong_blocks(plan, row, entry, pool, writers)
-            or _wrong_sampling(plan, sampled.get(row), request, int(plan.context_lens[row]))
+            or _wrong_table(plan, row, entry, pool)
+            or ("a block it uses is also free, or another request's" if foreign[row] else None)
+            or _wrong_writes(plan, row, entry, pool)
+            or sampling.get(row)
+            or scoring.get(row)
         )
-        if what is None:
-            num_scored, what = _wrong_scoring(plan, row, entry, num_scored)
         if what is not None:
-            violations.append(Violation(request.number, what))
-    if not violations and num_scored != len(plan.scored_targets):
-        violations = [Violation(e.request.number, "stray scored tokens") for e in scheduled]
+            violations.append(Violation(entry.request.number, what))
     return violations
 
 
-def _shape_violation(plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> str | None:
+def _malformed(plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> str | None:
     counts = np.array([entry.num_scheduled_tokens for entry in scheduled])
-    if plan.num_rows != len(scheduled) or not np.array_equal(np.diff(plan.query_starts), counts):
+    num_rows = len(scheduled)
+    if (
+        not plan.num_rows == len(plan.context_lens) == len(plan.block_tables) == num_rows
+        or not np.array_equal(np.diff(plan.query_starts), counts)
+        or plan.query_starts[0] != 0
+    ):
         return "the plan's rows are not those that were scheduled"
     total = int(counts.sum())
     if not len(plan.token_ids) == len(plan.positions) == len(plan.slots) == total:
         return f"the plan holds {len(plan.token_ids)} tokens, {total} were scheduled"
-    if plan.query_starts[0] != 0:
-        return "the first row does not begin at the first token"
+    num_scored = sum(_num_scored(entry) for entry in scheduled)
+    scored = (plan.scored_token_indices, plan.scored_targets, plan.scored_num_logprobs)
+    if any(len(column) != num_scored for column in scored):
+        return f"the plan scores {len(plan.scored_targets)} prompt tokens, not {num_scored}"
     return None
 
 
@@ -99,103 +107,81 @@ def _wrong_tokens(plan: StepPlan, row: int, entry: ScheduledRequest) -> str | No
     return None
 
 
-def _wrong_blocks(
-    plan: StepPlan, row: int, entry: ScheduledRequest, pool: BlockPool, writers: dict[int, int]
-) -> str | None:
+def _wrong_table(plan: StepPlan, row: int, entry: ScheduledRequest, pool: BlockPool) -> str | None:
+    context_len = entry.request.num_computed_tokens + entry.num_scheduled_tokens
+    used = -(-context_len // pool.block_size)
+    block_ids = entry.request.block_ids[:used]
+    if len(block_ids) < used:
+        return f"{context_len} positions do not fit in {len(block_ids)} blocks"
+    # As bytes: tables are long and mostly equal.
+    if plan.block_tables[row, :used].tobytes() != block_ids.tobytes():
+        return "the block table is not that of the request"
+    return None
+
+
+def _wrong_writes(plan: StepPlan, row: int, entry: ScheduledRequest, pool: BlockPool) -> str | None:
     request, count, size = entry.request, entry.num_scheduled_tokens, pool.block_size
     first = request.num_computed_tokens
-    used = -(-(first + count) // size)
-    block_ids = request.block_ids[:used]
-    if len(block_ids) < used:
-        return f"{first + count} positions do not fit in {len(block_ids)} blocks"
-    table = plan.block_tables[row].tolist()
-    if table[:used] != block_ids:
-        return "the block table is not that of the request"
-    if any(pool.is_free(block_id) for block_id in block_ids):
-        return "a block in use is also free"
+    block_ids = request.block_ids[: -(-(first + count) // size)]
     start = int(plan.query_starts[row])
-    slots = plan.slots[start : start + count].tolist()
-    for offset, slot in enumerate(slots):
+    for offset, slot in enumerate(plan.slots[start : start + count].tolist()):
         position = first + offset
-        block_id = block_ids[position // size]
-        if slot != block_id * size + position % size:
+        if slot != block_ids[position // size] * size + position % size:
             return f"position {position} would be written to slot {slot} of another block"
     for block_id in block_ids[first // size :]:
         if pool.owner(block_id) != request.number or pool.ref_count(block_id) != 1:
             return f"block {block_id} would be written but is not this request's alone"
-        if writers.setdefault(block_id, request.number) != request.number:
-            return f"block {block_id} would be written by request {writers[block_id]} too"
     return None
 
 
-def _sampled_rows(plan: StepPlan) -> dict[int, int]:
-    """Row to its index in the sampling plan."""
-    token_indices = plan.sampling.token_indices
-    rows = np.searchsorted(plan.query_starts, token_indices, side="right") - 1
-    return {int(row): index for index, row in enumerate(rows)}
+def _rows_with_foreign_blocks(
+    plan: StepPlan, scheduled: Sequence[ScheduledRequest], pool: BlockPool
+) -> NDArray[np.bool_]:
+    """Rows that use a block that is free or that another request may write, or whose table is not
+    empty past its end. `[R]`."""
+    numbers = np.array([entry.request.number for entry in scheduled])
+    context_lens = [
+        entry.request.num_computed_tokens + entry.num_scheduled_tokens for entry in scheduled
+    ]
+    used = -(-np.array(context_lens) // pool.block_size)
+    tables = plan.block_tables
+    in_use = np.arange(tables.shape[1]) < used[:, None]
+    # An id outside the pool is another block than the request's, which is found by comparison.
+    block_ids = np.where(in_use, tables, 0).clip(0, pool.num_blocks - 1)
+    owners = pool.owners(block_ids)
+    foreign = (owners != NO_OWNER) & (owners != numbers[:, None])
+    foreign |= pool.ref_counts(block_ids) == 0
+    rows: NDArray[np.bool_] = np.where(in_use, foreign, tables != NO_BLOCK).any(axis=1)
+    return rows
 
 
-def _wrong_sampling(
-    plan: StepPlan, index: int | None, request: Request, context_len: int
-) -> str | None:
-    expected = context_len == request.num_tokens and request.samples_when_computed
-    if (index is not None) != expected:
-        return "it would be sampled too early" if index is not None else "it would not be sampled"
-    if index is None:
-        return None
-    sampling, params = plan.sampling, request.params
-    at = int(sampling.token_indices[index])
-    if plan.positions[at] != request.num_tokens - 1:
-        return "the token to be sampled is not the one after the last"
-    num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
-    if (
-        sampling.seed[index] != request.seed
-        or sampling.choice[index] != request.asked.choice
-        or sampling.top_k[index] != params.top_k
-        or sampling.num_logprobs[index] != num_logprobs
-        or sampling.temperature[index] != np.float32(params.temperature)
-        or sampling.top_p[index] != np.float32(params.top_p)
-        or sampling.min_p[index] != np.float32(params.min_p)
-        or sampling.repetition_penalty[index] != np.float32(params.repetition_penalty)
-        or sampling.presence_penalty[index] != np.float32(params.presence_penalty)
-        or sampling.frequency_penalty[index] != np.float32(params.frequency_penalty)
-    ):
-        return "its sampling parameters are not those that were asked for"
-    bias = slice(sampling.bias_starts[index], sampling.bias_starts[index + 1])
-    wanted_bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
-    if sampling.bias_token_ids[bias].tolist() != list(params.logit_bias) or not np.array_equal(
-        sampling.bias_values[bias], wanted_bias
-    ):
-        return "its logit bias is not the one that was asked for"
-    history = _ragged(sampling.history_token_ids, sampling.history_starts, index)
-    wanted = request.ledger.tokens if params.has_penalties else request.ledger.tokens[:0]
-    if not np.array_equal(history, wanted):
-        return "its token history is not the ledger's"
-    return None
-
-
-def _wrong_scoring(
-    plan: StepPlan, row: int, entry: ScheduledRequest, num_scored: int
-) -> tuple[int, str | None]:
-    """The scored tokens of all rows stand one after another; `num_scored` came before."""
+def _num_scored(entry: ScheduledRequest) -> int:
+    """How many prompt tokens the step scores: each by the position before it."""
     request = entry.request
     if not request.wants_prompt_logprobs:
-        return num_scored, None
-    first = request.num_computed_tokens
-    last = min(first + entry.num_scheduled_tokens, request.ledger.num_prompt_tokens - 1)
-    if first >= last:
-        return num_scored, None
-    end = num_scored + last - first
-    indices = plan.scored_token_indices[num_scored:end]
-    start = int(plan.query_starts[row])
-    if not np.array_equal(indices, np.arange(start, start + last - first)):
-        return end, "prompt positions would be scored out of place"
-    if not np.array_equal(
-        plan.scored_targets[num_scored:end], request.ledger.tokens[first + 1 : last + 1]
-    ):
-        return end, "the scored prompt tokens are not the ledger's"
-    return end, None
+        return 0
+    left = request.ledger.num_prompt_tokens - 1 - request.num_computed_tokens
+    return max(0, min(entry.num_scheduled_tokens, left))
 
 
-def _ragged(values: I32, starts: I32, index: int) -> I32:
-    return values[starts[index] : starts[index + 1]]
+def _wrong_scoring(plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> dict[int, str]:
+    """The scored tokens of all rows stand one after another."""
+    wrong: dict[int, str] = {}
+    end = 0
+    for row, entry in enumerate(scheduled):
+        count = _num_scored(entry)
+        if count == 0:
+            continue
+        request, first = entry.request, entry.request.num_computed_tokens
+        scored = slice(end, end + count)
+        end += count
+        start = int(plan.query_starts[row])
+        if not np.array_equal(plan.scored_token_indices[scored], np.arange(start, start + count)):
+            wrong[row] = "prompt positions would be scored out of place"
+        elif not np.array_equal(
+            plan.scored_targets[scored], request.ledger.tokens[first + 1 : first + count + 1]
+        ):
+            wrong[row] = "the scored prompt tokens are not the ledger's"
+        elif (plan.scored_num_logprobs[scored] != request.params.prompt_logprobs).any():
+            wrong[row] = "not as many prompt logprobs would be told as were asked for"
+    return wrong

@@ -54,12 +54,15 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._ref_counts = [0] * num_blocks
-        self._owners = [NO_OWNER] * num_blocks
+        self._ref_counts = np.zeros(num_blocks, dtype=np.int32)
+        self._owners = np.full(num_blocks, NO_OWNER, dtype=np.int64)
         # Least recently used first; values are unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached_by_key: dict[bytes, int] = {}
         self._cached: dict[int, CachedBlock] = {}
+        # Of every full block in use that was offered for caching, taken or not: where its chain of
+        # keys goes on.
+        self._keys: dict[int, bytes] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -71,11 +74,19 @@ class BlockPool:
         return 1 - len(self._free) / self.num_blocks
 
     def ref_count(self, block_id: int) -> int:
-        return self._ref_counts[block_id]
+        return int(self._ref_counts[block_id])
+
+    def ref_counts(self, block_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """How many requests hold each of the blocks."""
+        return self._ref_counts[block_ids]
 
     def owner(self, block_id: int) -> int:
         """The number of the request that may write the block, or `NO_OWNER`."""
-        return self._owners[block_id]
+        return int(self._owners[block_id])
+
+    def owners(self, block_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """`owner` of each of the blocks."""
+        return self._owners[block_ids]
 
     def is_free(self, block_id: int) -> bool:
         return block_id in self._free
@@ -104,13 +115,14 @@ class BlockPool:
         """Give up one reference to each block. A request's last blocks become reusable first:
         the head of a prefix is worth more than its tail."""
         for block_id in reversed(list(block_ids)):
-            count = self._ref_counts[block_id]
+            count = self.ref_count(block_id)
             assert count > 0, f"block {block_id} released while free"
             self._ref_counts[block_id] = count - 1
             if count == 1:
                 self._owners[block_id] = NO_OWNER
                 self._free[block_id] = None
                 if block_id not in self._cached:
+                    self._keys.pop(block_id, None)
                     self._free.move_to_end(block_id, last=False)
 
     def find_prefix(self, tokens: NDArray[np.int32], salt: str) -> list[int]:
@@ -145,18 +157,18 @@ class BlockPool:
     def cache(self, block_ids: Sequence[int], tokens: NDArray[np.int32], salt: str) -> None:
         """Remember that the first blocks of `block_ids` hold `tokens` (whole blocks of them).
 
-        Blocks already cached are passed over. Where an equal block is cached already, this one
-        stays private.
+        Goes on where it left off: only blocks that are new since the last call are looked at.
+        Where an equal block is cached already, this one stays private.
         """
         if not self.enable_prefix_caching:
             return
-        parent_key = root_key(salt)
-        for index in range(len(tokens) // self.block_size):
+        end = len(tokens) // self.block_size
+        first = end
+        while first > 0 and block_ids[first - 1] not in self._keys:
+            first -= 1
+        parent_key = self._keys[block_ids[first - 1]] if first > 0 else root_key(salt)
+        for index in range(first, end):
             block_id = block_ids[index]
-            known = self._cached.get(block_id)
-            if known is not None:
-                parent_key = known.key
-                continue
             start = index * self.block_size
             block_tokens = tokens[start : start + self.block_size].tobytes()
             key = child_key(parent_key, block_tokens)
@@ -164,14 +176,16 @@ class BlockPool:
                 self._cached_by_key[key] = block_id
                 self._cached[block_id] = CachedBlock(key, parent_key, block_tokens)
                 self._owners[block_id] = NO_OWNER
-            parent_key = key
+            self._keys[block_id] = parent_key = key
 
     def drop_cache(self) -> None:
         """Forget every cached prefix (the KV behind it is gone)."""
         self._cached_by_key.clear()
         self._cached.clear()
+        self._keys.clear()
 
     def _forget_cached(self, block_id: int) -> None:
+        self._keys.pop(block_id, None)
         cached = self._cached.pop(block_id, None)
         if cached is not None:
             del self._cached_by_key[cached.key]

@@ -7,6 +7,7 @@ is derived from these when a plan is built, and checked against them before it i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -95,7 +96,7 @@ class Request:
         self.max_num_tokens = max_num_tokens
         self.ledger = Ledger(asked.prompt_token_ids)
         self.state = RequestState.WAITING
-        self.block_ids: list[int] = []
+        self.block_ids = array("i")  # int32
         self.num_cached_tokens = 0
         self.in_flight = False
         self.abort_requested = False
@@ -153,14 +154,14 @@ class Request:
         self.block_ids.extend(block_ids)
         self._num_computed_tokens = num_cached_tokens
 
-    def forget_kv(self) -> list[int]:
+    def forget_kv(self) -> Sequence[int]:
         """Preempt: the KV is given up, the tokens stay. Returns the blocks to release."""
-        block_ids, self.block_ids = self.block_ids, []
+        block_ids, self.block_ids = self.block_ids, array("i")
         self._num_computed_tokens = 0
         return block_ids
 
     def record_prompt_logprob(self, prompt_index: int, entry: TokenLogprobs) -> None:
-        """Recording twice, after a preemption, must give the same bits."""
-        known = self._prompt_logprobs[prompt_index - 1]
-        assert known is None or known == entry, "a recomputed prompt logprob differs"
-        self._prompt_logprobs[prompt_index - 1] = entry
+        """The first record stands. One made again after a preemption has the same bits wherever
+        the kernels keep the promise; where they do not, it must not cost anybody the engine."""
+        if self._prompt_logprobs[prompt_index - 1] is None:
+            self._prompt_logprobs[prompt_index - 1] = entry

@@ -10,7 +10,7 @@ in at most one plan at a time.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tokentight.engine.batch import BatchRows
@@ -144,13 +144,28 @@ class Scheduler:
         limits = self.limits
         if self._num_plans_in_flight >= limits.max_plans_in_flight:
             return 0
-        population = min(len(self._running) + len(self._waiting), limits.max_num_seqs)
-        share = -(-population // limits.num_stages)
-        if self._num_plans_in_flight >= limits.num_stages:
-            admissible = limits.max_num_seqs - len(self._running)
-            if num_idle + min(len(self._waiting), admissible) < share:
-                return 0
+        num_admissible = self._num_admissible()
+        share = -(-(len(self._running) + num_admissible) // limits.num_stages)
+        if self._num_plans_in_flight >= limits.num_stages and num_idle + num_admissible < share:
+            return 0
         return share
+
+    def _num_admissible(self) -> int:
+        """How many of the waiting requests, in order, rows and blocks suffice for now. Only the
+        first one's cached prefix is looked up, or none might ever seem to fit."""
+        room = self.limits.max_num_seqs - len(self._running)
+        num_free = self.pool.num_free_blocks
+        for index, request in enumerate(self._waiting[:room]):
+            num_free -= self._num_blocks(request.num_tokens)
+            if num_free < 0:
+                return index or int(self._fits(request, self._find_prefix(request)))
+        return min(room, len(self._waiting))
+
+    def _fits(self, request: Request, prefix: Sequence[int]) -> bool:
+        """Whether there is room for the whole request as it stands, or it would soon be preempted
+        again, besides the cached `prefix` that it shares."""
+        num_blocks = self._num_blocks(request.num_tokens) - len(prefix)
+        return num_blocks <= self.pool.num_free_blocks - self.pool.num_free_among(prefix)
 
     def _schedule_running(
         self, idle: list[Request], scheduled: list[ScheduledRequest], preempted: set[int]
@@ -190,15 +205,13 @@ class Scheduler:
         ):
             request = self._waiting[0]
             prefix = self._find_prefix(request)
-            num_cached = len(prefix) * self.pool.block_size
-            # Room for the whole request as it stands, or it would soon be preempted again.
-            num_blocks = self._num_blocks(request.num_tokens) - len(prefix)
-            if num_blocks > self.pool.num_free_blocks - self.pool.num_free_among(prefix):
+            if not self._fits(request, prefix):
                 return
             del self._waiting[0]
             self._start(request, prefix)
-            num_tokens = min(request.num_tokens - num_cached, budget)
-            self._allocate(request, num_tokens)
+            # All blocks at once: those of chunks to come must not be given to a newcomer.
+            self._allocate(request, request.num_uncomputed_tokens)
+            num_tokens = min(request.num_uncomputed_tokens, budget)
             scheduled.append(ScheduledRequest(request, num_tokens))
             budget -= num_tokens
 
@@ -228,8 +241,8 @@ class Scheduler:
         preempted: set[int],
     ) -> bool:
         """Allocate the request's blocks for this step, preempting younger idle requests."""
-        taken = {entry.request.number for entry in scheduled}
         while not self._allocate(request, num_tokens):
+            taken = {entry.request.number for entry in scheduled}
             victim = next(
                 (
                     candidate
