@@ -17,9 +17,9 @@ from tokentight.engine.errors import (
     EngineDrainingError,
     QueueFullError,
 )
-from tokentight.engine.merge import merge
-from tokentight.engine.outputs import RequestOutput
+from tokentight.engine.outputs import FinishReason, RequestOutput
 from tokentight.engine.request import GenerationRequest
+from tokentight.engine.request_stream import RequestStream
 from tokentight.engine.status import EngineInfo, EngineStats, EngineStatus
 from tokentight.models.tokenizer import Tokenizer
 from tokentight.pipeline.processes import LoadingProgress
@@ -28,61 +28,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
 """What a refused caller is told to wait: a few requests' worth of time."""
-
-
-class RequestStream:
-    """The outputs of one request, in order, as an asynchronous iterator.
-
-    Outputs not yet taken are merged into one, so a slow reader holds one output, no longer than
-    the request itself. Lives on the event loop. `on_end` is called once: when the last output has
-    been taken, or with the request aborted (True).
-    """
-
-    def __init__(self, request_id: str, on_end: Callable[[RequestStream, bool], None]) -> None:
-        self.request_id = request_id
-        self._on_end = on_end
-        self._pending: RequestOutput | None = None
-        self._error: EngineDeadError | None = None
-        self._arrived = asyncio.Event()
-        self._ended = False
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._ended:
-            output, self._pending = self._pending, None
-            if output is not None:
-                if output.finished:
-                    self._end(aborted=False)
-                return output
-            if self._error is not None:
-                self._end(aborted=False)
-                raise self._error
-            self._arrived.clear()
-            await self._arrived.wait()
-        raise StopAsyncIteration
-
-    def abort(self) -> None:
-        """End the request and free what it holds. Harmless after the end."""
-        if not self._ended:
-            self._end(aborted=True)
-
-    def put(self, output: RequestOutput) -> None:
-        """Called by the engine, on the event loop."""
-        if not self._ended:
-            self._pending = merge(self._pending, output) if self._pending else output
-            self._arrived.set()
-
-    def fail(self, error: EngineDeadError) -> None:
-        """Called by the engine, on the event loop: there will be no more outputs."""
-        self._error = error
-        self._arrived.set()
-
-    def _end(self, *, aborted: bool) -> None:
-        self._ended = True
-        self._arrived.set()
-        self._on_end(self, aborted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +69,14 @@ class AsyncEngine:
     ) -> AsyncEngine:
         """Load the model, start the stages and the step loop; raises as `build_engine` does."""
         engine = cls(config, asyncio.get_running_loop())
-        engine._parts = await asyncio.to_thread(
-            build_engine, config, engine._recovery_changed, progress
+        building = asyncio.ensure_future(
+            asyncio.to_thread(build_engine, config, engine._recovery_changed, progress)
         )
+        try:
+            engine._parts = await asyncio.shield(building)
+        except asyncio.CancelledError:  # the thread cannot be stopped; what it builds can
+            building.add_done_callback(_close_what_was_built)
+            raise
         engine._thread = threading.Thread(
             target=engine._run, args=(engine._parts,), name="tokentight-engine", daemon=True
         )
@@ -178,7 +128,7 @@ class AsyncEngine:
         return stream
 
     async def drain(self) -> None:
-        """Take nothing new; returns when every open request has ended."""
+        """Take nothing new; returns when every open request has ended, or the engine has."""
         self._draining = True
         await self._idle.wait()
 
@@ -186,6 +136,7 @@ class AsyncEngine:
         """End the step loop and the stages; open requests fail."""
         if self._thread is not None and self._thread.is_alive():
             self._send(_Stop())
+            self._started.pipeline.give_up_recovery()
             await asyncio.to_thread(self._thread.join)
         if self._parts is not None:
             await asyncio.to_thread(self._parts.pipeline.close)
@@ -241,7 +192,12 @@ class AsyncEngine:
                 return True
             match command:
                 case _Add(request, max_num_tokens, stream):
-                    number = parts.core.add(request, max_num_tokens)
+                    try:
+                        number = parts.core.add(request, max_num_tokens)
+                    except Exception as error:  # one request's trouble is not the others'
+                        logger.exception("request %s could not be queued", request.request_id)
+                        self._refuse(stream, f"internal error: {error!r}")
+                        continue
                     streams[number] = stream
                     numbers[stream] = number
                 case _Abort(stream):
@@ -270,6 +226,20 @@ class AsyncEngine:
         if deliveries:
             self._on_loop(lambda: _put_all(deliveries))
 
+    def _refuse(self, stream: RequestStream, error: str) -> None:
+        output = RequestOutput(
+            request_id=stream.request_id,
+            text="",
+            token_ids=(),
+            logprobs=None,
+            prompt_logprobs=None,
+            num_cached_tokens=0,
+            finish_reason=FinishReason.ERROR,
+            stop_reason=None,
+            error=error,
+        )
+        self._on_loop(lambda: stream.put(output))
+
     def _recovery_changed(self, reason: str | None) -> None:
         if reason is None:
             self._on_loop(lambda: self._set_status(EngineStatus.READY, ""))
@@ -293,6 +263,12 @@ class AsyncEngine:
         self._set_status(EngineStatus.DEAD, reason)
         for stream in self._open:
             stream.fail(EngineDeadError(reason))
+        self._idle.set()
+
+
+def _close_what_was_built(building: asyncio.Future[EngineParts]) -> None:
+    if not building.cancelled() and building.exception() is None:
+        building.result().pipeline.close()
 
 
 def _put_all(deliveries: list[tuple[RequestStream, RequestOutput]]) -> None:

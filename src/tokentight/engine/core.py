@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from tokentight.engine.auditor import audit
 from tokentight.engine.batch import BatchRows
@@ -16,9 +14,11 @@ from tokentight.engine.block_pool import BlockPool
 from tokentight.engine.detokenizer import DetokenizerTokenizer
 from tokentight.engine.errors import EngineDeadError
 from tokentight.engine.output_stream import Ending, OutputStream
-from tokentight.engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from tokentight.engine.outputs import FinishReason, RequestOutput
 from tokentight.engine.planner import build_plan
 from tokentight.engine.request import GenerationRequest, Request, RequestState
+from tokentight.engine.restarts import RestartBudget
+from tokentight.engine.results import prompt_logprobs_of, token_logprobs
 from tokentight.engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from tokentight.engine.status import EngineStats
 from tokentight.pipeline.interface import (
@@ -28,7 +28,7 @@ from tokentight.pipeline.interface import (
     StageLost,
     Wakeup,
 )
-from tokentight.pipeline.plan import I32, NO_TOKEN, Logprobs, StepPlan, StepResult
+from tokentight.pipeline.plan import NO_TOKEN, Logprobs, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,10 @@ class CoreConfig:
     eos_token_ids: frozenset[int]
     max_stage_restarts: int
     stage_restart_window_s: float
+
+    def __post_init__(self) -> None:
+        # Or the oldest request, alone with all blocks, could still not go on.
+        assert self.num_blocks * self.block_size >= self.max_model_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,9 @@ class EngineCore:
         self._next_number = 0
         self._next_step = 0
         self._epoch = 0
-        self._restart_times: list[float] = []
-        self._num_restarts = 0
+        self._restarts = RestartBudget(config.max_stage_restarts, config.stage_restart_window_s)
+        self._ended: str | None = None
+        self._waiting = False
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_violations = 0
@@ -112,18 +117,18 @@ class EngineCore:
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             audit_violations=self._num_violations,
-            stage_restarts=self._num_restarts,
+            stage_restarts=self._restarts.num_restarts,
         )
 
     def add(self, asked: GenerationRequest, max_num_tokens: int) -> int:
         """Queue an admitted request; returns its number."""
+        assert max_num_tokens <= self._config.max_model_len
         seed = asked.params.seed if asked.params.seed is not None else self._draw_seed()
         request = Request(asked, self._next_number, seed, max_num_tokens)
+        stream = OutputStream(request, self._tokenizer, self._config.eos_token_ids)
         self._next_number += 1
         self._requests[request.number] = request
-        self._streams[request.number] = OutputStream(
-            request, self._tokenizer, self._config.eos_token_ids
-        )
+        self._streams[request.number] = stream
         self._scheduler.add(request)
         return request.number
 
@@ -144,12 +149,33 @@ class EngineCore:
         Waits only if something is in flight, `timeout_s` at most (None: until an event comes).
 
         Raises:
-            EngineDeadError: the pipeline cannot go on; no request will be answered any more.
+            EngineDeadError: the pipeline cannot go on, or `end` was called; no request will be
+                answered any more.
         """
+        if self._ended is not None:
+            raise EngineDeadError(self._ended)
+        try:
+            return self._step(timeout_s)
+        except BaseException as error:
+            # Interrupted where it only waits, the loop can go on.
+            if not (self._waiting and isinstance(error, KeyboardInterrupt)):
+                self.end(str(error) if isinstance(error, EngineDeadError) else repr(error))
+            raise
+
+    def end(self, reason: str) -> None:
+        """Answer nothing any more: every `step` from now on raises EngineDeadError."""
+        if self._ended is None:
+            self._ended = reason
+
+    def _step(self, timeout_s: float | None) -> list[Update]:
+        self._waiting = False
         updates = self._fill_pipeline()
         if not self._in_flight:
             return updates
-        match self._pipeline.next_event(0 if updates else timeout_s):
+        self._waiting = True
+        event = self._pipeline.next_event(0 if updates else timeout_s)
+        self._waiting = False
+        match event:
             case StepResult() as result:
                 updates.extend(self._apply(result))
             case StageLost() as lost:
@@ -198,8 +224,9 @@ class EngineCore:
         updates = [
             self._fail(request, "the model's logits at a prompt token are not finite")
             for request in self._record_prompt_logprobs(plan, scheduled, result.scored)
+            if not request.abort_requested
         ]
-        sampled_rows = _rows_of(plan, plan.sampling.token_indices)
+        sampled_rows = plan.rows_of(plan.sampling.token_indices)
         for index, row in enumerate(sampled_rows):
             request = scheduled[row].request
             if request.state is RequestState.RUNNING and not request.abort_requested:
@@ -234,7 +261,7 @@ class EngineCore:
         logprobs = (
             None
             if num_logprobs is None
-            else _token_logprobs(result.sampled, index, token_id, num_logprobs)
+            else token_logprobs(result.sampled, index, token_id, num_logprobs)
         )
         output, ending = self._streams[request.number].token(token_id, logprobs)
         if ending is not None:
@@ -245,21 +272,13 @@ class EngineCore:
         self, plan: StepPlan, scheduled: Sequence[ScheduledRequest], scored: Logprobs
     ) -> list[Request]:
         """Returns the requests of which a prompt token has no finite logprob."""
-        rows = _rows_of(plan, plan.scored_token_indices)
         failed: dict[int, Request] = {}
-        for index, (row, token_index) in enumerate(
-            zip(rows, plan.scored_token_indices, strict=True)
-        ):
+        for row, prompt_index, entry in prompt_logprobs_of(plan, scored):
             request = scheduled[row].request
-            if np.isnan(scored.logprob[index]):
+            if math.isnan(entry.logprob):
                 failed[request.number] = request
-                continue
-            prompt_index = int(plan.positions[token_index]) + 1
-            token_id = int(plan.scored_targets[index])
-            num_logprobs = int(plan.scored_num_logprobs[index])
-            request.record_prompt_logprob(
-                prompt_index, _token_logprobs(scored, index, token_id, num_logprobs)
-            )
+            else:
+                request.record_prompt_logprob(prompt_index, entry)
         return list(failed.values())
 
     def _fail(self, request: Request, error: str) -> Update:
@@ -285,44 +304,12 @@ class EngineCore:
         for request in [r for r in self._requests.values() if r.abort_requested]:
             self._drop(request)
         while True:
-            self._count_restart(reason)
+            self._restarts.spend(reason)
             self._epoch += 1
             try:
                 self._pipeline.recover(self._epoch)
+                break
             except PipelineStartError as error:
                 reason = str(error)
                 logger.error("recovering: %s", reason)
-                continue
-            break
         self._on_recovery(None)
-
-    def _count_restart(self, reason: str) -> None:
-        now = time.monotonic()
-        since = now - self._config.stage_restart_window_s
-        self._restart_times = [moment for moment in self._restart_times if moment >= since]
-        if len(self._restart_times) >= self._config.max_stage_restarts:
-            raise EngineDeadError(
-                f"a stage was lost {len(self._restart_times) + 1} times within "
-                f"{self._config.stage_restart_window_s:.0f} s; the last time: {reason}"
-            )
-        self._restart_times.append(now)
-        self._num_restarts += 1
-
-
-def _rows_of(plan: StepPlan, token_indices: I32) -> list[int]:
-    """The rows that tokens of the plan belong to."""
-    rows: list[int] = (np.searchsorted(plan.query_starts, token_indices, side="right") - 1).tolist()
-    return rows
-
-
-def _token_logprobs(
-    logprobs: Logprobs, index: int, token_id: int, num_logprobs: int
-) -> TokenLogprobs:
-    top_ids = logprobs.top_token_ids[index, :num_logprobs].tolist()
-    top_values = logprobs.top_logprobs[index, :num_logprobs].tolist()
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=float(logprobs.logprob[index]),
-        rank=int(logprobs.rank[index]),
-        top=tuple(zip(top_ids, top_values, strict=True)),
-    )

@@ -74,17 +74,16 @@ class Engine:
 
         Raises:
             RequestError: a prompt cannot be served; nothing has been computed then.
-            EngineDeadError: the stages are lost for good.
+            EngineDeadError: the stages are lost for good, or the engine was closed.
         """
         core = self._parts.core
         requests = self._requests(prompts, sampling_params)
         limits = [self._parts.admission.max_num_tokens(request) for request in requests]
-        index_of = {
-            core.add(request, limit): index
-            for index, (request, limit) in enumerate(zip(requests, limits, strict=True))
-        }
+        index_of: dict[int, int] = {}
         outputs: dict[int, RequestOutput] = {}
         try:
+            for index, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+                index_of[core.add(request, limit)] = index
             while core.has_work:
                 for update in core.step():
                     index = index_of[update.request_number]
@@ -99,6 +98,8 @@ class Engine:
         return [_completion(request, outputs[i]) for i, request in enumerate(requests)]
 
     def close(self) -> None:
+        """End the stages. Idempotent."""
+        self._parts.core.end("the engine was closed")
         self._parts.pipeline.close()
 
     def __enter__(self) -> Engine:

@@ -21,7 +21,7 @@ def malformed_sampling(plan: StepPlan) -> str | None:
     sampling = plan.sampling
     indices = sampling.token_indices
     num_sampled = len(indices)
-    if len(np.unique(_rows_of(plan))) != num_sampled:
+    if len(set(plan.rows_of(indices))) != num_sampled:
         return "a row would be sampled twice"
     if num_sampled and not 0 <= indices.min() <= indices.max() < plan.num_scheduled_tokens:
         return "a token outside the plan would be sampled"
@@ -38,7 +38,7 @@ def malformed_sampling(plan: StepPlan) -> str | None:
 
 def wrong_sampling(plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> dict[int, str]:
     """What is wrong, by row: when it is sampled, with which parameters, bias and history."""
-    rows = _rows_of(plan)
+    rows = plan.rows_of(plan.sampling.token_indices)
     requests = [scheduled[row].request for row in rows]
     wrong = _wrong_places(plan, scheduled, rows)
     parameters = _parameters(plan.sampling)
@@ -55,13 +55,6 @@ def wrong_sampling(plan: StepPlan, scheduled: Sequence[ScheduledRequest]) -> dic
         if what is not None:
             wrong.setdefault(row, what)
     return wrong
-
-
-def _rows_of(plan: StepPlan) -> list[int]:
-    """The row of each sampled token."""
-    indices = plan.sampling.token_indices
-    rows: list[int] = (np.searchsorted(plan.query_starts, indices, side="right") - 1).tolist()
-    return rows
 
 
 def _wrong_places(

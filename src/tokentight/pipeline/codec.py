@@ -119,7 +119,10 @@ class _ArrayReader:
         self._shapes = iter(shapes)
 
     def next(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        shape = tuple(next(self._shapes))
+        known = next(self._shapes, None)
+        if known is None:
+            raise ValueError("an array is missing")
+        shape = tuple(known)
         self._offset += -self._offset % _ALIGNMENT
         count = int(np.prod(shape, dtype=np.int64))
         array = np.frombuffer(self._body, dtype, count, self._offset).reshape(shape)

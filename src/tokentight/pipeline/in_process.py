@@ -48,6 +48,9 @@ class InProcessPipeline:
             "restart the engine"
         )
 
+    def give_up_recovery(self) -> None:
+        """Nothing recovers here."""
+
     def close(self) -> None:
         self._plans.put(None)
         self._thread.join()

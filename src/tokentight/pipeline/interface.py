@@ -69,6 +69,11 @@ class Pipeline(Protocol):
         """
         ...
 
+    def give_up_recovery(self) -> None:
+        """Make a `recover` that is under way, or comes, fail at once: the engine is to end.
+        Callable from any thread."""
+        ...
+
     def close(self) -> None:
         """End every stage. Idempotent."""
         ...

@@ -82,6 +82,12 @@ class StepPlan:
     def num_rows(self) -> int:
         return int(self.request_numbers.shape[0])
 
+    def rows_of(self, token_indices: I32) -> list[int]:
+        """The rows that tokens of this plan belong to."""
+        starts = self.query_starts
+        rows: list[int] = (np.searchsorted(starts, token_indices, side="right") - 1).tolist()
+        return rows
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:

@@ -148,6 +148,7 @@ def main() -> int:
         context.destroy(linger=1000)
         return 1
     context.destroy(linger=0)
+    endpoints.remove()  # the driver is gone, perhaps without a chance to tidy up
     return 0
 
 
