@@ -181,8 +181,11 @@ def test_status_tells_of_the_recovery_and_of_its_end(tiny_model: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_stages_are_named_and_end_with_their_driver(tiny_model: Path) -> None:
-    """Killed without a chance to tidy up, the driver leaves no stage behind."""
+def test_stages_are_named_and_end_with_their_driver(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Killed without a chance to tidy up, the driver leaves no stage and no file behind."""
+    temporary = tmp_path_factory.mktemp("t")
     program = (
         "import sys; from tokentight.engine.engine import Engine;"
         "from tokentight.engine.config import EngineConfig;"
@@ -194,7 +197,7 @@ def test_stages_are_named_and_end_with_their_driver(tiny_model: Path) -> None:
         [sys.executable, "-c", program, str(tiny_model)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)},
     )
     assert driver.stdout is not None
     pids = [int(word) for word in driver.stdout.readline().split()]
@@ -207,6 +210,7 @@ def test_stages_are_named_and_end_with_their_driver(tiny_model: Path) -> None:
         ended, _, _ = select_readable(descriptor, 60)
         assert ended, "a stage outlived its driver"
         os.close(descriptor)
+    assert not list(temporary.glob("tokentight-*"))
 
 
 def select_readable(descriptor: int, timeout_s: float) -> tuple[list[int], list[int], list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 from tokentight.engine.build import EngineParts, build_engine
@@ -131,7 +131,7 @@ class Engine:
                 prompt_token_ids=tuple(
                     self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 ),
-                params=replace(params),
+                params=params,
             )
             for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
         ]

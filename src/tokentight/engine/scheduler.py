@@ -185,7 +185,7 @@ class Scheduler:
             num_tokens = min(budget, 1 if uncomputed == 1 else min(uncomputed, chunk_budget))
             if num_tokens == 0:
                 continue
-            if not self._make_room(request, num_tokens, scheduled, preempted):
+            if not self._make_room(request, num_tokens, preempted):
                 return False
             scheduled.append(ScheduledRequest(request, num_tokens))
             budget -= num_tokens
@@ -233,23 +233,15 @@ class Scheduler:
             return []
         return self.pool.find_prefix(request.ledger.tokens, request.asked.cache_salt)
 
-    def _make_room(
-        self,
-        request: Request,
-        num_tokens: int,
-        scheduled: list[ScheduledRequest],
-        preempted: set[int],
-    ) -> bool:
-        """Allocate the request's blocks for this step, preempting younger idle requests."""
+    def _make_room(self, request: Request, num_tokens: int, preempted: set[int]) -> bool:
+        """Allocate the request's blocks for this step, preempting younger idle requests. Those
+        this step has already scheduled are older."""
         while not self._allocate(request, num_tokens):
-            taken = {entry.request.number for entry in scheduled}
             victim = next(
                 (
                     candidate
                     for candidate in reversed(self._running)
-                    if candidate.number > request.number
-                    and not candidate.in_flight
-                    and candidate.number not in taken
+                    if candidate.number > request.number and not candidate.in_flight
                 ),
                 None,
             )
