@@ -26,12 +26,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(8, BLOCK_SIZE, enable_prefix_caching=True)
         self.holders: dict[int, tuple[np.ndarray, list[int]]] = {}
         self.next_holder = 0
+        # What the KV of a block really holds: everything up to its end, and whose salt it is.
+        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), salt=st.sampled_from("ab"))
     def start(self, tokens: list[int], salt: str) -> None:
         array = tokens_of(*tokens)
         prefix = self.pool.find_prefix(array, salt)
         assert len(prefix) * BLOCK_SIZE < len(array), "nothing is left to compute"
+        for index, block_id in enumerate(prefix):
+            assert self.content[block_id] == (salt, tuple(tokens[: (index + 1) * BLOCK_SIZE]))
         needed = -(-len(array) // BLOCK_SIZE) - len(prefix)
         free = self.pool.num_free_blocks - self.pool.num_free_among(prefix)
         if needed > free:
@@ -42,7 +46,12 @@ class PoolMachine(RuleBasedStateMachine):
         own = self.pool.allocate(needed, self.next_holder)
         assert not set(own) & set(prefix)
         block_ids = prefix + own
-        self.pool.cache(block_ids, array[: len(array) // BLOCK_SIZE * BLOCK_SIZE], salt)
+        for index in range(len(prefix), len(block_ids)):
+            end = (index + 1) * BLOCK_SIZE
+            self.content[block_ids[index]] = (salt, tuple(tokens[:end]))
+        num_full = len(array) // BLOCK_SIZE
+        self.pool.cache(block_ids, array[: num_full * BLOCK_SIZE], salt)
+        assert len(self.pool.find_prefix(tokens_of(*tokens, 9), salt)) == num_full
         self.holders[self.next_holder] = (array, block_ids)
         self.next_holder += 1
 
@@ -128,6 +137,36 @@ def test_blocks_cached_one_by_one_are_found_as_if_cached_at_once(
         found.append([pool.find_prefix(tokens_of(*tokens, 9), "") for tokens in (first, second)])
     assert found[0] == found[1]
     assert len(found[0][1]) == len(second) // BLOCK_SIZE
+
+
+def test_a_block_used_anew_forgets_what_it_held() -> None:
+    """Whether it was evicted, given up unshared, or its KV lost."""
+    pool = BlockPool(2, BLOCK_SIZE, enable_prefix_caching=True)
+    lives = [(1, 1), (1, 1), (2, 2)]
+    first, second = pool.allocate(1, 0), pool.allocate(1, 1)
+    pool.cache(first, tokens_of(1, 1), "")
+    pool.cache(second, tokens_of(1, 1), "")  # stays private
+    pool.release(second)
+    pool.release(first)
+    for tokens in lives:
+        both = pool.allocate(2, 2)
+        pool.cache(both, tokens_of(*tokens, 5, 5), "")
+        assert pool.find_prefix(tokens_of(*tokens, 5, 5, 0), "") == both
+        pool.release(both)
+    pool.drop_cache()
+    again = pool.allocate(2, 3)
+    pool.cache(again, tokens_of(3, 3, 4, 4), "")
+    assert pool.find_prefix(tokens_of(3, 3, 4, 4, 0), "") == again
+
+
+def test_blocks_that_hold_nothing_known_are_taken_before_cached_ones() -> None:
+    pool = BlockPool(3, BLOCK_SIZE, enable_prefix_caching=True)
+    cached, plain = pool.allocate(1, 0), pool.allocate(2, 1)
+    pool.cache(cached, tokens_of(1, 1), "")
+    pool.release(cached)
+    pool.release(plain)
+    assert set(pool.allocate(2, 2)) == set(plain)
+    assert pool.find_prefix(tokens_of(1, 1, 0), "") == cached
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

@@ -112,6 +112,39 @@ def test_a_recomputed_prompt_logprob_with_other_bits_ends_nothing() -> None:
     assert request.prompt_logprobs == (None, first)
 
 
+def test_a_reply_to_another_plan_is_refused_and_costs_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(Sizes())
+    number = run.add(LOAD)
+    execute = run.pipeline._execute
+    with monkeypatch.context() as patched:
+        patched.setattr(run.pipeline, "_execute", lambda plan, _: execute(plan, bytes(32)))
+        run.step()
+    assert run.core.stats().stage_restarts == 1
+    while run.core.has_work:
+        run.step()
+    assert list(run.outputs[number].token_ids) == alone(LOAD)[0]
+
+
+def test_a_request_aborted_in_flight_is_not_recomputed_after_a_loss() -> None:
+    run = Run(Sizes(num_stages=2), losing=lambda event: event == 2)
+    numbers = [run.add(LOAD), run.add(LOAD)]
+    run.step()
+    for number in numbers:
+        run.core.abort(number)
+    while run.core.has_work:
+        run.step()
+    assert all(plan.epoch == 0 for plan in run.pipeline.plans)
+
+
+def test_tokens_are_counted_once() -> None:
+    run = Run(Sizes())
+    run.run([LOAD, Load((5, 6), SamplingParams(max_tokens=0))])
+    assert run.core.stats().prompt_tokens == 5
+    assert run.core.stats().generation_tokens == 3
+
+
 def failing(result: StepResult, sampled: bool, scored: bool) -> StepResult:
     """The result of a model whose logits are not finite."""
     logprob = result.scored.logprob.copy()

@@ -121,6 +121,13 @@ def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     assert texts == [LETTERS[0], "", LETTERS[1], LETTERS[1] + LETTERS[0], "", ""]
 
 
+def test_text_held_back_is_told_at_the_end_where_no_stop_string_came_of_it() -> None:
+    asked = SamplingParams(max_tokens=2, stop=(LETTERS[1] + LETTERS[2],))
+    assert [output.text for output in outputs_of([0, 1], asked)] == LETTERS[:2]
+    asked = SamplingParams(max_tokens=8, stop=(LETTERS[1] + LETTERS[2],), stop_token_ids=(3,))
+    assert [output.text for output in outputs_of([1, 3], asked)] == ["", LETTERS[1]]
+
+
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ERROR])
 def test_a_request_that_ends_without_a_token_is_told_its_prompt_logprobs_once(
     reason: FinishReason,

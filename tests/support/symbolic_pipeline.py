@@ -60,8 +60,10 @@ class SymbolicPipeline:
         self._submitted: deque[bytes] = deque()
         self._losing = losing
         self._num_events = 0
+        self._epoch = 0
 
     def submit(self, plan: StepPlan) -> bytes:
+        assert plan.epoch == self._epoch, "a plan of an epoch that is over"
         encoded = codec.encode(plan)
         self._submitted.append(encoded)
         self.plans.append(plan)
@@ -79,6 +81,8 @@ class SymbolicPipeline:
         pass
 
     def recover(self, epoch: int) -> None:
+        assert epoch > self._epoch
+        self._epoch = epoch
         self._submitted.clear()
         self._kv = [f"lost with epoch {epoch}".encode()] * len(self._kv)
 
