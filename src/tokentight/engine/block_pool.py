@@ -60,8 +60,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached_by_key: dict[bytes, int] = {}
         self._cached: dict[int, CachedBlock] = {}
-        # Of every full block in use that was offered for caching, taken or not: where its chain of
-        # keys goes on.
+        # Of every full block that was offered for caching, taken or not, until it is allocated
+        # anew: where the chain of keys goes on.
         self._keys: dict[int, bytes] = {}
 
     @property
@@ -122,7 +122,6 @@ class BlockPool:
                 self._owners[block_id] = NO_OWNER
                 self._free[block_id] = None
                 if block_id not in self._cached:
-                    self._keys.pop(block_id, None)
                     self._free.move_to_end(block_id, last=False)
 
     def find_prefix(self, tokens: NDArray[np.int32], salt: str) -> list[int]:
