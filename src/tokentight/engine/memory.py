@@ -15,6 +15,7 @@ from tokentight.models.partition import LayerRange
 KV_SHARE = 0.4
 """Share of the memory left beside the weights that goes to KV unless `kv_cache_memory` says."""
 
+MIB = 1024**2
 GIB = 1024**3
 
 
@@ -40,7 +41,7 @@ def plan_memory(
     weight_bytes = sum(model.weight_bytes(stage) for stage in stages)
     if weight_bytes >= available:
         raise ConfigError(
-            f"the weights take {_gib(weight_bytes)} and {_gib(available)} are free; use a smaller "
+            f"the weights take {_size(weight_bytes)} and {_size(available)} are free; use a smaller "
             "model, --dtype bfloat16, or free memory"
         )
     max_model_len = config.max_model_len or model.context_length
@@ -52,7 +53,7 @@ def plan_memory(
     left = available - weight_bytes
     if config.kv_cache_memory is not None and config.kv_cache_memory > left:
         raise ConfigError(
-            f"kv_cache_memory is {_gib(config.kv_cache_memory)}; {_gib(left)} are free beside the "
+            f"kv_cache_memory is {_size(config.kv_cache_memory)}; {_size(left)} are free beside the "
             "weights"
         )
     budget = config.kv_cache_memory or int(left * KV_SHARE)
@@ -60,9 +61,9 @@ def plan_memory(
     num_blocks = min(budget // block_bytes, per_request * config.max_num_seqs)
     if num_blocks < per_request:
         raise ConfigError(
-            f"{_gib(budget)} of KV hold {num_blocks * config.block_size} tokens, fewer than one "
+            f"{_size(budget)} of KV hold {num_blocks * config.block_size} tokens, fewer than one "
             f"request of max_model_len {max_model_len}, which needs "
-            f"{_gib(per_request * block_bytes)}; lower --max-model-len or raise --kv-cache-memory"
+            f"{_size(per_request * block_bytes)}; lower --max-model-len or raise --kv-cache-memory"
         )
     return MemoryPlan(num_blocks, max_model_len, weight_bytes, num_blocks * block_bytes)
 
@@ -93,5 +94,7 @@ def _read_int(path: Path) -> int | None:
         return None
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB"

@@ -119,7 +119,9 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=StartOrder)
     spec = order.spec
     _name_process(f"tokentight: stage {spec.stage_index + 1} of {spec.num_stages}")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    # What every stage would say of this machine is said once, by the first.
+    level = logging.WARNING if spec.stage_index == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s")
     if spec.cpus is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, spec.cpus)
 
@@ -128,6 +130,7 @@ def main() -> int:
     driver = context.socket(zmq.PUSH)
     driver.connect(endpoints.driver)
     is_last = spec.stage_index == spec.num_stages - 1
+    running = False
     try:
         loaded = _load(spec, driver)
         upstream = context.socket(zmq.PULL)
@@ -140,9 +143,12 @@ def main() -> int:
             spec.stage_index, os.getpid(), loaded.kernels_name, loaded.promise_holds
         )
         transport.to_driver(driver, hello)
+        running = True
         StageProcess(spec, order.epoch, loaded.stage, upstream, downstream, driver).run()
     except Exception as error:  # the driver must hear why this stage ends
-        logger.exception("stage %d of %d failed", spec.stage_index + 1, spec.num_stages)
+        # Why a stage cannot start is told by the driver; what fails later needs its traceback.
+        if running:
+            logger.exception("stage %d of %d failed", spec.stage_index + 1, spec.num_stages)
         reason = f"{type(error).__name__}: {error}"
         transport.to_driver(driver, transport.Failure(spec.stage_index, os.getpid(), reason))
         context.destroy(linger=1000)
