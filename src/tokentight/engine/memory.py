@@ -41,8 +41,8 @@ def plan_memory(
     weight_bytes = sum(model.weight_bytes(stage) for stage in stages)
     if weight_bytes >= available:
         raise ConfigError(
-            f"the weights take {_size(weight_bytes)} and {_size(available)} are free; use a smaller "
-            "model, --dtype bfloat16, or free memory"
+            f"the weights take {_size(weight_bytes)} and {_size(available)} are free; use a "
+            "smaller model, --dtype bfloat16, or free memory"
         )
     max_model_len = config.max_model_len or model.context_length
     if max_model_len > model.context_length:
@@ -53,8 +53,8 @@ def plan_memory(
     left = available - weight_bytes
     if config.kv_cache_memory is not None and config.kv_cache_memory > left:
         raise ConfigError(
-            f"kv_cache_memory is {_size(config.kv_cache_memory)}; {_size(left)} are free beside the "
-            "weights"
+            f"kv_cache_memory is {_size(config.kv_cache_memory)}; {_size(left)} are free beside "
+            "the weights"
         )
     budget = config.kv_cache_memory or int(left * KV_SHARE)
     per_request = -(-max_model_len // config.block_size)
