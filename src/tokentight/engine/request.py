@@ -66,10 +66,6 @@ class Ledger:
         view.flags.writeable = False
         return view
 
-    @property
-    def last_token(self) -> int:
-        return int(self._tokens[self._num_tokens - 1])
-
     def append(self, token_id: int) -> None:
         if self._num_tokens == len(self._tokens):
             grown = np.empty(2 * len(self._tokens), dtype=np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import subprocess
@@ -28,6 +29,8 @@ from tokentight.pipeline.interface import (
 from tokentight.pipeline.plan import StepPlan
 from tokentight.pipeline.spec import StageSpec
 from tokentight.pipeline.stage_process import StartOrder
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """How long a stage that is loading may say nothing before the start counts as failed."""
@@ -62,7 +65,6 @@ class ProcessPipeline:
         self.num_stages = len(specs)
         self.kernels_name = ""
         self.promise_holds = True
-        self.num_refused_replies = 0
         self._specs = specs
         self._progress = progress
         self._epoch = 0
@@ -117,7 +119,7 @@ class ProcessPipeline:
                     if result.epoch == self._epoch:
                         self._last_sign = time.monotonic()
                         return result
-                    self.num_refused_replies += 1
+                    logger.info("refused a reply of epoch %d, now is %d", result.epoch, self._epoch)
                 case _:
                     lost = self._lost(message)
                     if lost is not None:
@@ -206,7 +208,7 @@ class ProcessPipeline:
                     self.kernels_name = kernels_name
                     self.promise_holds = self.promise_holds and promise_holds
                 case transport.Result():
-                    self.num_refused_replies += 1
+                    logger.info("refused a reply of the epoch that is over")
                 case _:
                     lost = self._lost(message)
                     if lost is not None:
