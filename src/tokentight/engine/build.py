@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import secrets
@@ -23,6 +24,8 @@ from tokentight.pipeline.in_process import InProcessPipeline
 from tokentight.pipeline.interface import Pipeline
 from tokentight.pipeline.processes import LoadingProgress, ProcessPipeline
 from tokentight.pipeline.spec import StageSpec, load_stage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,13 @@ def build_engine(
         CheckpointError, UnsupportedModelError: the model cannot be read or served.
         PipelineStartError: a stage did not start.
     """
+    if config.max_num_seqs > config.max_num_batched_tokens:
+        logger.warning(
+            "max_num_seqs is %d and a step computes max_num_batched_tokens %d: not every running "
+            "request gets a token in every step",
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+        )
     path = resolve_model(config.model)
     model = open_checkpoint(path, config.dtype).config
     stages = split_stages(config, model)

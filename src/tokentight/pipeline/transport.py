@@ -7,6 +7,7 @@ enter.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToDriver] = msgspec.msgpack.Decoder(ToDriver)
 
 
+MAX_ADDRESS_BYTES = 107
+"""What Linux allows the path of a local socket, less the closing zero."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     """The addresses of one pipeline."""
@@ -78,7 +83,20 @@ class Endpoints:
 
     @classmethod
     def create(cls) -> Endpoints:
-        return cls(Path(tempfile.mkdtemp(prefix="tokentight-")))
+        """Addresses in a new directory of the system's temporary one.
+
+        Raises:
+            OSError: its path is too long for a socket's address.
+        """
+        directory = Path(tempfile.mkdtemp(prefix="tokentight-"))
+        length = len(os.fsencode(directory / "stage-999"))
+        if length > MAX_ADDRESS_BYTES:
+            directory.rmdir()
+            raise OSError(
+                f"socket addresses in {directory.parent} have {length} bytes; at most "
+                f"{MAX_ADDRESS_BYTES} are allowed: set TMPDIR to a directory with a shorter path"
+            )
+        return cls(directory)
 
     def stage(self, index: int) -> str:
         return f"ipc://{self.directory}/stage-{index}"
