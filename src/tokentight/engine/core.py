@@ -194,7 +194,7 @@ class EngineCore:
             )
             violations = audit(plan, scheduled, self._pool)
             if violations:
-                self._scheduler.unschedule(scheduled)
+                self._scheduler.step_done(scheduled)
                 for violation in violations:
                     self._num_violations += 1
                     request = self._requests[violation.request_number]

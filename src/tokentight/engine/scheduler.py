@@ -99,14 +99,10 @@ class Scheduler:
         return scheduled
 
     def step_done(self, scheduled: list[ScheduledRequest]) -> None:
-        """The step's result has been applied: its requests are idle again."""
+        """The step's result has come, or its plan was never sent: its requests are idle again."""
         self._num_plans_in_flight -= 1
         for entry in scheduled:
             entry.request.in_flight = False
-
-    def unschedule(self, scheduled: list[ScheduledRequest]) -> None:
-        """The plan was never sent."""
-        self.step_done(scheduled)
 
     def computed(self, request: Request) -> None:
         """The request's KV advanced: full blocks become available to other requests."""

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 
-from tokentight.kernels.select import load_kernels
+from tokentight.kernels.select import KernelChoice, load_kernels
 from tokentight.kernels.selftest import ModelShapes, fit_kernels
-from tokentight.models.checkpoint import open_checkpoint
+from tokentight.models.checkpoint import WeightDtype, open_checkpoint
 from tokentight.models.config import ModelConfig
 from tokentight.models.decoder import DecoderStage
 from tokentight.models.partition import LayerRange
@@ -31,14 +30,14 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model_path: str
-    dtype: Literal["auto", "float32", "bfloat16"]
+    dtype: WeightDtype
     stage_index: int
     num_stages: int
     first_layer: int
     last_layer: int
     has_embedding: bool
     has_head: bool
-    kernels: Literal["auto", "native", "reference"]
+    kernels: KernelChoice
     device: str
     num_threads: int
     cpus: tuple[int, ...] | None
@@ -64,8 +63,8 @@ def load_stage(spec: StageSpec, progress: Progress | None = None) -> LoadedStage
     """Load weights, allocate KV and check the kernels on this machine."""
     checkpoint = open_checkpoint(Path(spec.model_path), spec.dtype)
     kernels = load_kernels(spec.kernels, spec.num_threads, spec.device)
-    # Native kernels have threads of their own; torch's would only compete with them.
-    torch.set_num_threads(1 if kernels.name == "native" else spec.num_threads)
+    if kernels.name == "native":  # they have threads of their own; torch's would only compete
+        torch.set_num_threads(1)
     # The whole model's shapes, so that every stage comes to the same kernels.
     kernels, self_test = fit_kernels(kernels, _shapes(checkpoint.config, spec.block_size))
     logger.log(logging.INFO if self_test.holds else logging.WARNING, self_test.summary())

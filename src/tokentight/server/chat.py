@@ -23,7 +23,7 @@ from tokentight.server.prompts import (
 )
 from tokentight.server.protocol import ChatCompletionRequest
 from tokentight.server.service import Service, new_id
-from tokentight.server.streaming import DONE, EventStream, JsonResponse, event, until_disconnect
+from tokentight.server.streaming import DONE, event, respond
 from tokentight.server.strict_json import StrictJsonRoute
 from tokentight.server.usage import Usage
 
@@ -40,12 +40,12 @@ def chat_router(service: Service) -> APIRouter:
         prompt = await chat_prompt(service.engine.tokenizer, body)
         check_length("messages", prompt, max_tokens, service.engine.info, param)
         chat = _ChatCompletion(service, body, model, prompt, max_tokens)
-        if body.stream:
-            return EventStream(chat.events(), chat.abort, service.config.client_timeout_s)
-        try:
-            return JsonResponse(await until_disconnect(request.receive, chat.whole()))
-        finally:
-            chat.abort()
+        return await respond(
+            chat,
+            request.receive,
+            stream=body.stream is True,
+            send_timeout_s=service.config.client_timeout_s,
+        )
 
     return router
 

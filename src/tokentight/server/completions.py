@@ -24,7 +24,7 @@ from tokentight.server.prompts import (
 )
 from tokentight.server.protocol import CompletionRequest
 from tokentight.server.service import Service, new_id
-from tokentight.server.streaming import DONE, EventStream, JsonResponse, event, until_disconnect
+from tokentight.server.streaming import DONE, event, respond
 from tokentight.server.strict_json import StrictJsonRoute
 from tokentight.server.usage import Usage
 
@@ -37,14 +37,12 @@ def completions_router(service: Service) -> APIRouter:
         model = service.served_name(body.model)
         prompts = await _checked_prompts(service, body)
         completion = _Completion(service, body, model, prompts)
-        if body.stream:
-            return EventStream(
-                completion.events(), completion.abort, service.config.client_timeout_s
-            )
-        try:
-            return JsonResponse(await until_disconnect(request.receive, completion.whole()))
-        finally:
-            completion.abort()
+        return await respond(
+            completion,
+            request.receive,
+            stream=body.stream is True,
+            send_timeout_s=service.config.client_timeout_s,
+        )
 
     return router
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -31,6 +31,33 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return to_json(content, inf_nan_mode="null")
+
+
+class Answer(Protocol):
+    """A request that the engine is answering, told whole or as events."""
+
+    def events(self) -> AsyncIterator[bytes]: ...
+
+    async def whole(self) -> Mapping[str, Any]: ...
+
+    def abort(self) -> None: ...
+
+
+async def respond(
+    answer: Answer, receive: Receive, *, stream: bool, send_timeout_s: float
+) -> Response:
+    """The HTTP response of `answer`, which is aborted when it ends in any way.
+
+    Raises:
+        ClientGoneError: the client went away before a whole answer was ready.
+        ApiError: the answer ended in an error.
+    """
+    if stream:
+        return EventStream(answer.events(), answer.abort, send_timeout_s)
+    try:
+        return JsonResponse(await until_disconnect(receive, answer.whole()))
+    finally:
+        answer.abort()
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
